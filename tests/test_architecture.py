@@ -134,7 +134,7 @@ class Arrow:
     Attributes:
         why: The promise, in words.
         sources: Patterns of module names it binds.
-        forbidden: Patterns of what these may not import.
+        forbidden: Patterns of modules that these may not import.
         allowed: Exceptions from ``forbidden``.
         exempt: Patterns of module names it does not bind after all.
         types_too: Whether imports that are only for type checkers count as well.
@@ -594,7 +594,7 @@ STATEFUL_CALLS |= {"WeakSet", "WeakValueDictionary", "WeakKeyDictionary", "Event
 
 
 def module_state(module: Module) -> list[str]:
-    """Return the names of a module that hold what can change: containers that are written to, and globals."""
+    """Return a module's names with mutable state: containers that are written to, and globals."""
     bound = dict(_module_assignments(module.tree))
     found = {name for name, value in bound.items() if _is_stateful_call(value)}
     for node in ast.walk(module.tree):

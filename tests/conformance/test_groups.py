@@ -235,7 +235,7 @@ def test_threads_use_their_groups_at_once(tenant: Tenant) -> None:
 
 
 def test_threads_of_a_rank_share_one_group(tenant: Tenant) -> None:
-    """Equal calls from several threads of a rank pair up, whichever comes first."""
+    """Equal calls from several threads of a rank pair up, in any order of arrival."""
 
     def body(pg: ProcessGroup) -> None:
         def use() -> None:

@@ -1,7 +1,7 @@
 """Ranks that are threads of one process, by `new_group` alone: cases beside the other conformance tests.
 
-Those run their ranks as threads, too, with what each transport has to do for one group. Here are the default
-transport, many groups one after the other, long tensors, and groups of which a process has several ranks.
+Those run their ranks as threads, too, with one group for each transport. The cases here are the default
+transport, many groups one after the other, long tensors, and groups with several ranks in a process.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def test_wherever_they_meet(way: str, tmp_path: Path) -> None:
 
 
 def test_names_stand_for_no_rank_or_each_threads_own() -> None:
-    """A name in torch's table would stand for one of the ranks only, whichever calls."""
+    """A name in torch's table would stand for one of the ranks only, for any calling rank."""
 
     def by_name(pg: ProcessGroup) -> float:
         mine = torch.full((2,), pg.rank() + 1.0)

@@ -59,7 +59,7 @@ def until(look: Callable[[], Any]) -> Any:
 
 
 class Stage:
-    """What the ranks of a test share: their control planes, and a word when all are there."""
+    """State shared by the ranks of a test: their control planes, and an event once all are there."""
 
     def __init__(self, world_size: int) -> None:
         self.servers: dict[int, observability.Server] = {}
@@ -339,7 +339,7 @@ def test_the_first_open_group_is_where_ranks_meet_by_default() -> None:
         until(lambda: 1 in _roll(pg))
 
 
-# What others tell a rank
+# Notices of other ranks
 
 
 def test_a_notice_is_forgotten_once_nobody_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:

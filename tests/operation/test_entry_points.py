@@ -46,7 +46,7 @@ _c10d: Any = torch._C._distributed_c10d
 
 @pytest.fixture
 def pg() -> Iterator[ProcessGroup]:
-    """Yield a group of two, whose other rank does what this one does."""
+    """Yield a group of two ranks; the other rank makes the same calls."""
     with dist2.new_group("fake", store=HashStore(), rank=0, world_size=2) as pg:
         yield pg
 
@@ -66,7 +66,7 @@ def two() -> list[torch.Tensor]:
     return [t(), t()]
 
 
-# What runs operations, and what does not
+# Methods that run operations, and methods that do not
 
 OPERATIONS: dict[str, Call] = {
     "all_gather": lambda pg: pg.all_gather(two(), t()),
@@ -109,7 +109,7 @@ OPERATIONS: dict[str, Call] = {
 """Methods of a group that run operations."""
 
 WITH_A_PEER = {"recv_object"}
-"""Methods that do too, of what a peer has sent."""
+"""Methods that run operations too, with data that a peer has sent."""
 
 NO_OPERATIONS = {
     *(
@@ -128,7 +128,8 @@ NO_OPERATIONS = {
     *("register_completion_hook", "revoke", "setGroupDesc", "setGroupName", "set_timeout", "shrink"),
     *("shutdown", "size", "split", "split_by", "split_group", "timeout_s", "waited_ns"),
 }
-"""Methods that ask, meet through the store, or close: what they call minds for itself."""
+"""Methods that query, meet through the store, or close: the functions that they call are protected
+themselves."""
 
 LEGACY_OPERATIONS: dict[str, Callable[[], object]] = {
     "_all_gather_base": lambda: legacy._all_gather_base(whole(), t()),
@@ -197,7 +198,7 @@ def legacy_coalesced() -> None:
 
 
 class Looks:
-    """What a signal handler would find in the midst of each operation."""
+    """The state that a signal handler would find during each operation."""
 
     def __init__(self, pg: ProcessGroup) -> None:
         self.found: list[tuple[bool, bool]] = []
@@ -281,7 +282,7 @@ LEFT_OUT = {
     "dist2.backends.plugin",  # an object of another package runs these
     "dist2.group.open_groups",  # the same thread may take its lock again; tables change in single steps
     "dist2.security",  # counts refusals, on the acceptor's thread
-    # What Ctrl-C breaks off here is one change of a table, whose lock it releases.
+    # Ctrl-C interrupts a single change of a table here, and the table's lock is released.
     *(
         "dist2.operation.instruments",
         "dist2.backends.registry",

@@ -202,7 +202,7 @@ def test_limits_of_any_kind_are_the_same_on_both_ways(pg: ProcessGroup) -> None:
     for wrong in (float("nan"), 0.0, -1.0, True):
         with pytest.raises(InvalidUsageError, match="timeout"):
             pg.all_reduce(torch.ones(2), timeout=wrong)
-    assert pg.barrier().operation.seq == 5  # what is refused has no number
+    assert pg.barrier().operation.seq == 5  # a refused call has no number
 
 
 def test_limits_are_those_of_the_call_or_the_group(pg: ProcessGroup) -> None:

@@ -135,7 +135,7 @@ def test_every_operation_has_a_type_of_c10d() -> None:
 
 
 def test_a_batch_of_which_one_fails_fails() -> None:
-    """Also where the last of it is fine: whoever waits or chains learns of it."""
+    """Also if its last operation succeeds: any thread that waits or chains gets the error."""
 
     def body(pg: ProcessGroup) -> None:
         cpu = torch.device("cpu")
@@ -158,7 +158,7 @@ def test_a_batch_of_which_one_fails_fails() -> None:
 
 
 def call(ask: Callable[[], T]) -> T:
-    """Call as C++ does: nothing in this code names what it calls."""
+    """Call as C++ does: this code does not contain the name of the called method."""
     return ask()
 
 

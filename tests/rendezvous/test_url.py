@@ -65,10 +65,10 @@ def meet(
     late_s: float = 0.0,
     **options: Any,
 ) -> list[Any]:
-    """Meet as ranks that are threads; return the meetings, or what the body made of them.
+    """Meet as ranks that are threads; return the meetings, or the body's results for them.
 
     Args:
-        late_s: How much later than the others rank 0 comes, in seconds.
+        late_s: Delay of rank 0 against the others, in seconds.
     """
 
     def rank(number: int) -> Any:
@@ -195,7 +195,7 @@ def test_an_agents_store_of_an_earlier_attempt_is_no_obstacle(monkeypatch: pytes
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     url = f"tcp://127.0.0.1:{agent.port}"
     for size in (2, 2, 3):
-        # What an earlier attempt left: a leader, its ranks, and go.
+        # Leftovers of an earlier attempt: a leader, its ranks, and go.
         agent.set("dist2/leader", f"dead{size}")
         for rank in range(size):
             agent.set(f"dist2/dead{size}/rank/{rank}", f"elsewhere/1/{rank}")
@@ -282,7 +282,7 @@ def test_what_no_rank_comes_with_is_no_request(text: bytes) -> None:
     assert JoinRequest.read(request.to_text().encode()) == request
 
 
-# What is missing or wrong
+# Missing or wrong ranks
 
 
 def test_missing_ranks_are_named(url: str) -> None:

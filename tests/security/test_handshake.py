@@ -149,7 +149,7 @@ def test_a_reflected_challenge_proves_nothing() -> None:
     with pytest.raises(RefusalError):
         feed(honest, proof)  # it covers the victim's opener, not this one
     with pytest.raises(RefusalError):
-        feed(caller(), opener)  # what a caller says is nothing that a listener says
+        feed(caller(), opener)  # a caller's message is never valid as a listener's
     with pytest.raises(RefusalError):
         feed(victim, proof)
 

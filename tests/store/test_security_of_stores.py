@@ -38,7 +38,7 @@ def _every_line_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> Setter:
-    """Return what sets and unsets variables."""
+    """Return a function that sets and unsets variables."""
 
     def set_to(**variables: str | None) -> None:
         for name, value in variables.items():
@@ -321,7 +321,7 @@ def test_members_with_certificates_meet(
 
 
 def test_the_store_is_encrypted(encrypted: dist2.TCPStore) -> None:
-    """A relay between client and server sees nothing of what is stored."""
+    """A relay between client and server sees none of the stored values."""
     seen = bytearray()
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -379,7 +379,7 @@ def test_a_certificate_of_another_authority_is_refused(
     with pytest.raises(AuthenticationError, match="unknown ca"):
         join(encrypted)
     settings(**ours.variables)
-    join(encrypted).close()  # whoever is let in comes after those refused were counted
+    join(encrypted).close()  # an accepted client is handled after the refused ones were counted
     assert counted("tls") >= before + 2
 
 

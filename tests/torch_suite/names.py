@@ -17,7 +17,7 @@ BACKEND = "socket"
 
 
 class Replacement(types.ModuleType):
-    """What a test finds under the name ``dist``.
+    """The module that tests get under the name ``dist``.
 
     Names that `dist2.legacy` lacks are torch's. The default group is also torch's own default group, for the
     parts of torch that ask for it.
