@@ -32,7 +32,7 @@ class Side:
     """One of two ranks.
 
     Attributes:
-        in_c: Its short way is the one in C.
+        in_c: Its short path is the one in C.
     """
 
     node: Node
@@ -59,7 +59,7 @@ class Side:
         return posted
 
     def wait_posted(self, posted: Receiving, buffer: bytearray, tag: int = 0, timeout_s: float = 0.1) -> bool:
-        """Wait for a receive returned by `post`, by the fast path."""
+        """Wait for a receive returned by `post`, by the short path."""
         lot = Lot(self.peer, tag, PRINT, len(buffer))
         way = self._in_c(lot) if self.in_c else self.endpoint.ways.express_receive(lot)
         return way.wait_posted(posted, address_of(memoryview(buffer)), deadline_in(timeout_s))
@@ -122,7 +122,7 @@ def two_sides(share: bool = True, in_c: tuple[bool, bool] = (False, False)) -> I
 
     Args:
         share: Rings, not sockets.
-        in_c: Which of them have their short way in C.
+        in_c: Which of them have their short path in C.
     """
     nodes = [Node(attend_s=0), Node(attend_s=0)]
     cards = [node.card for node in nodes]

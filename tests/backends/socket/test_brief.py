@@ -1,4 +1,4 @@
-"""Short collectives over sockets: which of them use the fast path, and that the others arrive as well."""
+"""Short collectives over sockets: which of them use the short path, and that the others arrive as well."""
 
 from __future__ import annotations
 

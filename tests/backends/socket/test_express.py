@@ -1,4 +1,4 @@
-"""The fast path of short messages: which it takes, which it leaves, and that both paths agree."""
+"""The short path of short messages: which it takes, which it leaves, and that both paths agree."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_every_length_goes_round_the_ring_often(sides: tuple[Side, Side], nbytes
     rounds = 40 if nbytes else 20_000 // 56
     for number in range(rounds + ahead):
         sent = text(number)[:1] * nbytes
-        if not one.send(sent):  # credit comes back by a frame, which the long way reads
+        if not one.send(sent):  # credit comes back by a frame, which the long path reads
             one.send_long_way(sent)
         if number >= ahead:
             got = two.take(nbytes)

@@ -1,4 +1,4 @@
-"""The fast path of announced messages: which calls use it, and at which point the general path takes over."""
+"""The short path of announced messages: which calls use it, and at which point the long path takes over."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MOVES = [pytest.param(segments.move_message, id="Python"), pytest.param(segments
 
 @attrs.frozen
 class End:
-    """One of two ranks, on the short way."""
+    """One of two ranks, on the short path."""
 
     side: Side
 
@@ -49,7 +49,7 @@ class End:
         return self.side.endpoint.ways.announced_take(self.lot(nbytes))
 
     def send(self, data: bytes, timeout_s: float = 10.0) -> bool:
-        """Send a message; return whether it went the short way."""
+        """Send a message; return whether it used the short path."""
         held = bytearray(data)
         sent = self.way_out(len(data)).hand_over(address_of(memoryview(held)), soon(timeout_s))
         if sent is True:
@@ -60,7 +60,7 @@ class End:
         return False
 
     def take(self, nbytes: int = NBYTES, timeout_s: float = 10.0) -> tuple[bytes, bool]:
-        """Receive a message; return it, and whether it came the short way."""
+        """Receive a message; return it, and whether it came by the short path."""
         buffer = bytearray(nbytes)
         got = self.way_in(nbytes).wait(address_of(memoryview(buffer)), soon(timeout_s))
         if got is not True:

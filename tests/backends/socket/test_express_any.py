@@ -1,5 +1,5 @@
-"""The fast path of receives from any member: which messages it takes, from which ranks, and which it leaves
-to the general path."""
+"""The short path of receives from any member: which messages it takes, from which ranks, and which it leaves
+to the long path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fast path over sockets: which messages it takes, which it leaves to the general path, and that both
+"""The short path over sockets: which messages it takes, which it leaves to the long path, and that both
 agree."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LENGTHS = [0, 1, 1000, EAGER_BYTES, EAGER_BYTES + 1, PROMPT_BYTES]
 
 @attrs.frozen
 class Short:
-    """One of two ranks, on the short way."""
+    """One of two ranks, on the short path."""
 
     side: Side
     tagged: bool = True
@@ -110,7 +110,7 @@ def test_every_length_crosses_often(shorts: tuple[Short, Short], nbytes: int) ->
     receiver.start()
     sent = [pattern(nbytes, number) for number in range(rounds)]
     for each in sent:
-        if not one.send(each):  # credit comes back by a frame, which the long way reads
+        if not one.send(each):  # credit comes back by a frame, which the long path reads
             one.side.send_long_way(each)
     receiver.join(30)
     assert got == sent

@@ -38,7 +38,7 @@ class Receiver:
     """A side that receives long messages.
 
     Attributes:
-        in_c: Its short way is there; else all go the long one.
+        in_c: Its short path is there; else all take the long one.
     """
 
     side: Side
@@ -114,7 +114,7 @@ def test_nothing_comes_before_the_deadline(sides: tuple[Side, Receiver]) -> None
 
 
 class Refusing:
-    """A short way in C that is not to be taken."""
+    """A short path in C that is not to be taken."""
 
     def fetch_posted(self, *_: object) -> bool:
         raise AssertionError("it waits for an offer that was taken in")

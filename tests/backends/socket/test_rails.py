@@ -1,4 +1,4 @@
-"""Rails: scripts that send and receive. If any condition stops a script, the general path continues its
+"""Rails: scripts that send and receive. If any condition stops a script, the long path continues its
 transfers."""
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def test_scripts_do_not_wait_for_what_was_received_before_its_step(
     monkeypatch.setattr(Rails, "open", late)
     monkeypatch.setattr(Passing, "receive", lasting)
     monkeypatch.setattr(SocketReceive, "wait", lambda self, address, deadline_ns, seq=0: False)
-    monkeypatch.setattr(rails, "PATIENCE_NS", 60 * 10**9)  # else the long way finds it after a while
+    monkeypatch.setattr(rails, "PATIENCE_NS", 60 * 10**9)  # else the long path finds it after a while
     run_ranks(len(tenant.layout), parts, tenant)
     assert opened
 

@@ -33,7 +33,7 @@ FOUR = Tenant("2+2+2+2", "socket", layout=(0, 0, 1, 1, 2, 2, 3, 3))
 
 
 class NoWay:
-    """A short way that nothing can go now."""
+    """A short path that nothing can go now."""
 
     held_up = True
 
@@ -47,7 +47,7 @@ class NoWay:
 
 
 def passing(office: PostOffice, messages: tuple[Message, ...], short: tuple[int, ...]) -> Passing:
-    """Return the messages of a call on rank 0, some of which have a short way that is of no use now."""
+    """Return the messages of a call on rank 0, some of which have a short path that is of no use now."""
     endpoint = office.endpoints[0]
     signature = Signature(OpKind.ALL_REDUCE, GroupInfo("g", "g", "", "socket", 0, (0, 1, 2)))
     ways = Ways(endpoint, Plan((), torch.uint8, 0, len(messages), False), signature.fingerprint)

@@ -20,7 +20,7 @@ take_locked(Express *self, End *rx)
         return fine;
     }
     int waiting = attribute_is_true(self->its[ACCOUNT], &field_waiting);
-    if (waiting) { /* the general path then sends the waiting messages */
+    if (waiting) { /* the long path then sends the waiting messages */
         return waiting < 0 ? -1 : 0;
     }
     long long used = attribute_number(self->its[ACCOUNT], &field_used);

@@ -131,7 +131,7 @@ has_ended(const End *rx)
     return rx->pidfd >= 0 && poll(&process, 1, 0) != 0;
 }
 
-/* Report that a loan was read, if it still stands, with the fabric's lock: 1, 0 if the general path has to do it. */
+/* Report that a loan was read, if it still stands, with the fabric's lock: 1, 0 if the long path has to do it. */
 static int
 say_taken(Express *self, End *rx, const uint64_t loan[3])
 {

@@ -1,4 +1,4 @@
-/* Messages inside a host: their fast path as one call, and the module of all its files. */
+/* Messages inside a host: their short path as one call, and the module of all its files. */
 
 #include "messages.h"
 
@@ -179,7 +179,7 @@ typedef struct {
     long long deadline_ns; /* 0 if the caller does not wait */
 } Call;
 
-/* Leave a call to the general path: all of it, or the remainder. */
+/* Leave a call to the long path: all of it, or the remainder. */
 static PyObject *
 go_long(Call *call)
 {
@@ -272,7 +272,7 @@ carry(Call *call)
     return call->carrier->sends ? carry_long_out(call) : carry_long_in(call);
 }
 
-/* Run one call: None if its message was sent or received, else the result of the general path. */
+/* Run one call: None if its message was sent or received, else the result of the long path. */
 static PyObject *
 carrier_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *names)
 {

@@ -115,7 +115,7 @@ typedef struct {
     unsigned long long partings;
 } Together;
 
-/* The fast path of messages of one kind, out or in: express.c, sending.c, receiving.c. */
+/* The short path of messages of one kind, out or in: express.c, sending.c, receiving.c. */
 typedef struct {
     PyObject_HEAD
     PyObject *its[REFERENCES];
@@ -190,8 +190,8 @@ int serve_posted(Express *self);
 /* A long message that is offered: messages.c. */
 typedef struct {
     PyObject *numbers; /* returns the next number of a message */
-    PyObject *adopt;   /* leaves an offered message to the general path */
-    PyObject *cancel;  /* cancels a message of the general path */
+    PyObject *adopt;   /* leaves an offered message to the long path */
+    PyObject *cancel;  /* cancels a message of the long path */
     PyObject *tensor;
     PyObject *adopted;
     End *tx;          /* the ring end of the offer; NULL without an offer, or after its end */
@@ -204,7 +204,7 @@ int enter_offer(Offer *offer, End *tx, const char *address);
 /* Free the slot of a loan. */
 int end_offer(Offer *offer);
 
-/* Leave a message that was offered and not read to the general path; return 0, or -1 with an exception. */
+/* Leave a message that was offered and not read to the long path; return 0, or -1 with an exception. */
 int hand_over(Offer *offer, int outcome);
 
 /* Cancel such a message; the exception that is set stays set. Return -1. */
@@ -224,7 +224,7 @@ int is_clear(PyObject *link);
 int wake_other(PyObject *link, End *end, int sleeps);
 
 /* Answer the sender of messages: a header (its index in `its`), with a number at an offset. With the fabric's lock:
-   1, 0 if the general path has to do it, or -1 with an exception. */
+   1, 0 if the long path has to do it, or -1 with an exception. */
 int answer(Express *self, int what, size_t at, uint64_t number);
 
 /* Let the fabric do its periodic checks, which operations that never wait have to call; `now` is the start of the
@@ -245,7 +245,7 @@ int take_role(Express *self);
 int give_role(Express *self, int outcome);
 
 /* Offer a message, and wait a moment until the receiver reads it; or wait for an offer or for a whole message, and
-   read it. 1; -1 with an exception; 0 if nothing was done, or if the general path has to continue with `adopted` or
+   read it. 1; -1 with an exception; 0 if nothing was done, or if the long path has to continue with `adopted` or
    `link`. */
 int express_offer(Express *self, const char *address, long long deadline_ns, Offer *offer);
 int express_fetch(Express *self, char *address, long long deadline_ns, Fetch *fetch);

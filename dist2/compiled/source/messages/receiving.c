@@ -1,4 +1,4 @@
-/* Receiving by the fast path, of messages and of offers of long ones. */
+/* Receiving by the short path, of messages and of offers of long ones. */
 
 #include "messages.h"
 

@@ -1,4 +1,4 @@
-/* Sending by the fast path, of messages and of offers of long ones. */
+/* Sending by the short path, of messages and of offers of long ones. */
 
 #include "messages.h"
 

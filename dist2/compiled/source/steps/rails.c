@@ -3,7 +3,7 @@
 
    A rail is open while a script runs. It then has exclusive use of the sockets, and keeps the account of the credit.
    If it cannot do a step, or a message does not come within a moment, the script stops: Python closes the rail,
-   takes over unfinished messages, and continues on the general path. */
+   takes over unfinished messages, and continues on the long path. */
 
 #include "rails.h"
 

@@ -36,7 +36,7 @@ Buffer = bytes | memoryview
 
 
 class PythonEnd:
-    """One end's own counter. In C it is there for the short way of messages, which keeps it as well."""
+    """One end's own counter. In C it is there for the short path of messages, which keeps it as well."""
 
     def __init__(self, memory: memoryview) -> None:
         self._count = 0

@@ -40,7 +40,7 @@ class FabricEndpoint(Endpoint):
         on_revoked: Told that a member has revoked the group; it must not block.
 
     Attributes:
-        ways: The short ways of its messages.
+        ways: The short paths of its messages.
         ballot: Agreements of its members on the survivors.
         waited_ns: For how long threads that waited for messages had nothing to move.
     """

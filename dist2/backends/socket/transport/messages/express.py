@@ -257,7 +257,7 @@ class ExpressReceive:
 
 
 def compiled_express(fabric: Fabric, mailbox: Mailbox, lot: Lot, spins: int, lone_spins: int) -> Express:
-    """Return the short way of a lot in C, out and in."""
+    """Return the short path of a lot in C, out and in."""
     assert messages is not None  # checked by the caller
     whole = lot.whole_lot
     made: Express = messages.Express(

@@ -3,7 +3,7 @@
 On the wire they look as ever. But the thread that waits announces, consents and moves the payload itself,
 without a record of the message and without the interpreter between two segments (`segments`). It does so only
 where no other message of the group would have to wait for that. If the message does not come in a moment, or
-something else comes, the long way goes on, in the midst of a frame if need be.
+something else comes, the long path goes on, in the midst of a frame if need be.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dist2.backends.socket.wire import HEADER_BYTES, SEGMENT_BYTES, TAGGED, Head
 from dist2.runtime.signals import ctrl_c
 
 _PATIENCE_NS = 2_000_000
-"""How long nothing may move before the long way waits for it."""
+"""How long nothing may move before the long path waits for it."""
 
 
 class _Passage:
@@ -190,7 +190,7 @@ class AnnouncedSend(SocketSend):
         return out, into
 
     def _leave(self, out: Link, into: Link, address: int) -> Sending:
-        """Have the long way send the rest; under the lock."""
+        """Have the long path send the rest; under the lock."""
         fabric, mailbox, lot, passage = self._fabric, self._mailbox, self._lot, self._passage
         data = memoryview(self._memory_at(address)).cast("B")
         sending = Sending(mailbox.context, lot.peer, True, 0, lot.tag, lot.fingerprint, data, passage.number)
@@ -268,7 +268,7 @@ class AnnouncedTake(SocketReceive):
                 self._fabric.linkage.flush(out)
 
     def _leave(self, link: Link, out: Link, payload: Buffer) -> None:
-        """Have the long way receive the rest; under the lock."""
+        """Have the long path receive the rest; under the lock."""
         fabric, mailbox, passage = self._fabric, self._mailbox, self._passage
         if passage.agreed:
             receiving, segment = self._receiving(payload, 0), passage.segment

@@ -1,7 +1,7 @@
 """`ExpressOffer` and `ExpressTake`: direct sends of long messages inside a host; see ``express.py``.
 
-The sender offers its memory (`loans`), the receiver reads it there and reports that. The fast path saves time
-before and after the copy.
+The sender offers its memory (`loans`), the receiver reads it there and reports that. The short path saves
+time before and after the copy.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ExpressOffer:
         fabric.poller.glance()
         with fabric.lock:
             if lot.fingerprint not in mailbox.calls.told[lot.peer]:
-                return None  # the receiver may ask when this rank computes: the long way says it before
+                return None  # the receiver may ask when this rank computes: the long path says it before
             return self._offer(address, view)
 
     def adopt(self, number: int, ring: RingWriter, slot: int, data: memoryview) -> Sending:
@@ -169,8 +169,8 @@ class ExpressTake(ExpressReceive):
         mailbox: The group's mailbox.
         lot: The messages to receive.
         spins: How often to look before yielding the core.
-        wait: Waits for a receive that goes the long way after all.
-        express: The short way in C, where that is there.
+        wait: Waits for a receive that takes the long path after all.
+        express: The short path in C, where that is there.
     """
 
     def __init__(
@@ -209,8 +209,8 @@ class ExpressTake(ExpressReceive):
     def wait_posted(self, receiving: Transfer, address: int, deadline_ns: int) -> bool:
         """Wait for the message of a receive that is posted, and read it; False if that takes longer.
 
-        Receives of the lot that were posted before it are served as well. Without C all go the long way, and
-        so do messages whose offers were taken in already: nothing more of those comes through the ring.
+        Receives of the lot that were posted before it are served as well. Without C all take the long path, as
+        do messages with offers that were read already: nothing more of those comes through the ring.
         """
         if self._express is not None and not self._fabric.poller.borrows:
             self._express.fetch_posted(receiving, self._adopt, deadline_ns)

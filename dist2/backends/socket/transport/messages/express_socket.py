@@ -30,7 +30,7 @@ Buffer = ctypes.Array[ctypes.c_char]
 
 
 def goes_short(lot: Lot) -> bool:
-    """Whether messages of a lot may take the short way: longer ones ask before they go."""
+    """Whether messages of a lot may take the short path: longer ones ask before they go."""
     return lot.nbytes <= PROMPT_BYTES
 
 
@@ -145,7 +145,7 @@ class SocketSend(_SocketWay):
             )
 
     def _go_on(self, link: Link, payload: Buffer, seq: int, count: int) -> Sending:
-        """Have the rest of a message sent as the long way would."""
+        """Have the rest of a message sent as the long path would."""
         lot = self._lot
         data = memoryview(payload).cast("B")
         sending = Sending(self._mailbox.context, lot.peer, lot.tagged, seq, lot.tag, lot.fingerprint, data)
@@ -273,7 +273,7 @@ class SocketReceive(_SocketWay):
                 now = crowd.give_way()
                 continue
             except OSError:
-                break  # the long way finds it as well, as it does the end
+                break  # the long path finds it as well, as it does the end
             if not count:
                 break
             came += count

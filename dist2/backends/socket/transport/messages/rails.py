@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dist2.compiled._steps import Rail
 
 PATIENCE_NS = 5_000_000
-"""How long nothing may move before the long way waits for it."""
+"""How long nothing may move before the long path waits for it."""
 _AT_ONCE = (False,)
 
 
@@ -56,7 +56,7 @@ class Left:
     """The unfinished messages at the close of rails.
 
     Attributes:
-        transfers: Messages that the long way goes on with, by number.
+        transfers: Messages that the long path goes on with, by number.
         unsent: Numbers of those that nothing was sent of yet, in order.
     """
 
@@ -139,7 +139,7 @@ class _Track:
         return self._links is not None and self._links[0].has_frames
 
     def close(self, seq: int, find: Find, coming: int | None, left: Left) -> None:
-        """Go on by the long way; under the fabric's lock."""
+        """Go on by the long path; under the fabric's lock."""
         assert self._links is not None  # it is open
         out, into = self._links
         used, owed, unsent, credit, staged, came = self.rail.close()
