@@ -60,7 +60,7 @@ class World:
         self.untold = {news for news in self.untold if news[1] not in self.dead}
 
     def queued(self, rank: int) -> list[int]:
-        """Return how many letters of a rank are under way to each rank."""
+        """Return the number of control messages of a rank in flight to each rank."""
         return [len(self.wires.get((rank, other), ())) for other in range(len(self.ranks))]
 
     def moves(self) -> list[Callable[[], None]]:
@@ -194,7 +194,8 @@ def test_survivors_agree_whoever_dies_and_when(data: st.DataObject, world_size: 
 
 
 def test_a_rank_that_voted_anew_takes_no_older_decision() -> None:
-    """Rank 0 decided and told rank 3 only; the letter is late, and rank 3 has voted for rank 1 meanwhile."""
+    """Rank 0 decided and sent it to rank 3 only; the message is late, and rank 3 has voted for rank 1
+    meanwhile."""
     third = Consensus(3, 4)
     third.propose(0b11, ())
     third.leave_out(0)

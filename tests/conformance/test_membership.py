@@ -67,7 +67,7 @@ def test_ranks_that_closed_the_group_are_left_out(tenant: Tenant) -> None:
         group.barrier()
         if pg.rank() == 1:
             group.shutdown()
-            pg.barrier()  # it waits in another group: nobody reads its links
+            pg.barrier()  # it waits in another group: no thread reads its links
             return None
         agreed = group.agree(0b111 - pg.rank())
         left = group.shrink()

@@ -96,7 +96,7 @@ class Performance:
     path: Path
 
     def perform(self, role: int, note: Note) -> float | None:
-        """Play one role, and check that nothing of it is kept; return when it was told of the fault."""
+        """Play one role, and check that it leaves nothing open; return when it got the error."""
         before = holdings()
         store = dist2.FileStore(str(self.path), self.cell.roles)
         stage = Stage(role, self.transport, self.cell.timeout_s, self.path, note, store)

@@ -1,4 +1,4 @@
-"""`Crew`: real processes that play ranks, kept from cell to cell; those that a cell kills are replaced."""
+"""`Crew`: real processes that play ranks, kept from cell to cell; killed ones are replaced."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def _performed(pipe: Connection, task: Task, role: int) -> tuple[str, str]:
             role, lambda text: pipe.send(("note", f"{time.monotonic() - start:6.3f} s  {text}"))
         )
         pipe.send(("answer", answer))
-    except BaseException as error:  # noqa: BLE001 - told to the test
+    except BaseException as error:  # noqa: BLE001 - reported to the test
         pipe.send(("verdict", verdict(error)))
         return "failed", traceback.format_exc()
     return "done", ""

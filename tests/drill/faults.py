@@ -1,4 +1,4 @@
-"""One rank fails at one point of one operation; the others notice in time, are told why, and go on."""
+"""One rank fails at one point of one operation; the others get its reason in time, and continue."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from drill.operations import OPERATIONS, something_else, verify
 from drill.stage import EVENT_S, Stage, others
 
 ROUNDS = 3
-"""How often an operation succeeds before a fault in the midst of them."""
+"""How often an operation succeeds before a fault."""
 
 INSIDE_S = 0.05
 """Callers that said they would call are inside the call by then."""
@@ -110,7 +110,7 @@ class Scene:
         return FAULTS[self.name]
 
     def play(self) -> float:
-        """Fail or survive, and go on; return after how many seconds a survivor was told."""
+        """Fail or survive, and continue; return the seconds until a survivor got the error."""
         pg = self.stage.group(self.world_size)
         told_s = (self._fail if self.stage.role == self.victim else self._survive)(pg)
         if self.fault.member or self.stage.role != self.victim:

@@ -109,7 +109,7 @@ def send_recv_small(pg: ProcessGroup) -> None:
 
 
 def _pairs(pg: ProcessGroup, numel: int, works: Callable[..., None]) -> None:
-    """Ranks 0 and 1, 2 and 3, ... write to each other, and to nobody else."""
+    """Ranks 0 and 1, 2 and 3, ... send to each other only."""
     other = pg.rank() ^ 1
     if other < pg.size():
         theirs = torch.empty(numel)

@@ -84,7 +84,7 @@ class Stage:
         self._write(event, str(number))
 
     def number(self, event: str) -> int:
-        """Wait until something has happened of which a number is told."""
+        """Wait for an event that carries a number; return the number."""
         self.until(self._place(event).exists)
         return int(self._place(event).read_text())
 
@@ -121,7 +121,7 @@ class Stage:
         self.until(lambda: status.read_text().rpartition(")")[2].split()[0] == "T")
 
     def until(self, happened: Callable[[], bool]) -> None:
-        """Wait until something that nobody tells is so."""
+        """Wait until a condition holds that no event announces."""
         deadline = time.monotonic() + EVENT_S
         while not happened():
             assert time.monotonic() < deadline, "it never happened"

@@ -19,7 +19,7 @@ LONGEST_BYTES = 4096
 
 
 def fuzz(name: str, arguments: list[str]) -> None:
-    """Run one target until told to stop, or something is found."""
+    """Run one target until it is stopped, or finds something."""
     import atheris
 
     logging.disable()  # refused inputs are logged

@@ -28,7 +28,7 @@ LATE_S = 1.0
 KILLED = "was killed by SIGKILL"
 
 Stage = tuple[str, str]
-"""A method of stores, and a word in a key: the victim is killed when it calls that with such a key."""
+"""A method of stores, and a word in a key: the victim is killed when it calls the method with such a key."""
 
 
 @attrs.frozen
@@ -90,7 +90,7 @@ def ends(body: Callable[..., object], place: Any, stage: Stage, victim: int = VI
 
 
 def check(ended: list[End], what: str, how: str = "") -> None:
-    """Check that the survivors were told of the victim's death, in time."""
+    """Check that the survivors got an error for the victim's death, in time."""
     victim = ended.pop(VICTIM)
     for each in ended:
         assert f"{what} cannot be built: rank 1 (process {victim.pid} on host" in each.message, each
@@ -162,7 +162,7 @@ def test_a_death_while_a_group_of_gloo_is_split_is_told(store: Opens) -> None:
 def meet(place: str, rank: int) -> object:
     if rank != RANKS - 1:
         return join(place, rank)
-    # A server ends with the meeting that it is for, unless somebody is connected.
+    # A server ends with its meeting, unless a client is connected.
     parts = urlsplit(place)
     store = dist2.TCPStore("127.0.0.1", parts.port, wait_for_workers=False) if parts.port else None
     time.sleep(LATE_S)
@@ -192,7 +192,7 @@ def join(place: str, rank: int) -> object:
 
 @pytest.mark.parametrize("stage", [("set", "rank/1"), ("add", "agreed"), ("set", "card"), ("set", "built")])
 def test_a_death_after_ranks_have_met_is_told(url: str, stage: Stage) -> None:
-    """Also of one that has not said again which process it is."""
+    """Also the death of a rank that has not registered its process again."""
     check(ends(join, url, stage), "group 'model'", KILLED if ENDS_ARE_TOLD else "")
 
 
@@ -200,7 +200,7 @@ def test_a_death_after_ranks_have_met_is_told(url: str, stage: Stage) -> None:
     "stage", [("compare_set", "/go"), ("set", "/1/rank/0"), ("add", "agreed"), ("set", "built")]
 )
 def test_the_death_of_rank_0_is_told(url: str, stage: Stage) -> None:
-    """Of whose store nobody hears more, where it serves that."""
+    """Its store does not answer any more, if it serves one."""
     ended = ends(join, url, stage, victim=0)
     victim = ended.pop(0)
     for each in ended:

@@ -292,7 +292,7 @@ def ended_by_its_node(transport: str, closes: int) -> BaseException | None:
         nodes[closes].close()
         blocked.thread.join(2.0)
         with pytest.raises(Dist2Error):
-            theirs.barrier()  # which is another operation than the one that rank 0 was in
+            theirs.barrier()  # another operation than rank 0's
         return blocked.error
 
 

@@ -60,7 +60,7 @@ def open_many(pg: ProcessGroup) -> tuple[int, int, int]:
 
 
 def outlive(pg: ProcessGroup) -> bool:
-    """Use and close a group; return whether it or its backend is there when nobody has it any more."""
+    """Use and close a group; return whether it or its backend still exists without references."""
     gc.disable()
     try:
         group = pg.split(list(range(pg.size())))

@@ -19,7 +19,7 @@ import dist2.legacy as dist
 
 LIMIT_S = 60.0
 SOON_S = 20.0
-"""How long all may take to be told: a few seconds, beside other tests."""
+"""Time within which all must have their errors: a few seconds, beside other tests."""
 
 
 @attrs.frozen
@@ -72,7 +72,7 @@ def all_told(body: Callable[..., None], *each: tuple[Any, ...]) -> list[Told]:
 
 
 def check(told: list[Told], kind: str, words: str) -> None:
-    """Check that all were told the same, in time."""
+    """Check that all got the same error, in time."""
     for each in told:
         assert each.kind == kind, told
         assert words in each.message
@@ -80,7 +80,7 @@ def check(told: list[Told], kind: str, words: str) -> None:
 
 
 def check_out_of_range(told: list[Told], kind: str, words: str) -> None:
-    """Check that all were told of the last one, and the others which process that is."""
+    """Check that all got the error about the last rank, and the others its process."""
     check(told, kind, words)
     *others, last = told
     for each in others:

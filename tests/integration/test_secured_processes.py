@@ -152,7 +152,8 @@ def test_a_rank_with_a_certificate_of_another_authority_is_not_let_in(tmp_path: 
 
 
 def work_until_told(pg: ProcessGroup, pipe: Connection) -> tuple[int, float]:
-    """Say where the data port is; work until told, and then some; return how much, and the longest round."""
+    """Send the data port; work until a message comes, and some more; return the amount, and the longest
+    round."""
     pipe.send(pg.backend._node.card.card.port)  # type: ignore[attr-defined]  # the socket backend's
     rounds, slowest, other = 0, 0.0, 1 - pg.rank()
     told, left = torch.zeros(1), ROUNDS

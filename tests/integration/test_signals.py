@@ -144,7 +144,7 @@ def _raise_in_the_midst(pg: ProcessGroup, numel: int) -> str:
         told = str(error)
         assert error.by == 1
     in_time(time.monotonic() - start, 1.1)
-    left = pg.split(range(pg.size()))  # nobody is gone
+    left = pg.split(range(pg.size()))  # no rank is gone
     assert left is not None
     left.barrier()
     left.shutdown()

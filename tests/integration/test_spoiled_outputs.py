@@ -193,7 +193,7 @@ def _mistaken(pg: ProcessGroup, name: str, numel: int, shared: bool) -> str:
     if name in MESSAGES:
         wrong = Case(lambda: [pg.send(torch.ones(3), rank) for rank in (0, 2)], [], [])
     outcome = _outcome(wrong if pg.rank() == ODD else case, MismatchError)
-    if outcome == "ended well":  # it had done its part, and stays until it is told
+    if outcome == "ended well":  # it had done its part, and stays until it gets the error
         caught(MismatchError, pg.barrier)
     return outcome
 

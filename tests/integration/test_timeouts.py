@@ -139,7 +139,7 @@ def test_a_limit_is_kept_and_tells_what_is_known(transport: str, tmp_path: Path)
         assert results[rank].keys() == CALLS.keys()
         for name, answer in results[rank].items():
             late = CALLS[name]
-            whose = results[0][name] if name == "monitored_barrier" else answer  # rank 0 tells the others
+            whose = results[0][name] if name == "monitored_barrier" else answer  # rank 0 reports first
             assert answer.came_s + answer.took_s >= whose.came_s + LIMIT_S, (name, answer, whose)
             in_time(answer.took_s, LATEST_S + NOISE_S, name, answer)
             assert all(text in answer.message for text in late.says), (name, answer.message)
@@ -199,7 +199,7 @@ def _give_up_on_one(pg: ProcessGroup, numel: int) -> tuple[str, float]:
     if pg.rank() == 0:
         caught(OperationTimeoutError, lambda: pg.all_reduce(torch.ones(numel), timeout=0.1))
         tell(pg, "gave up")
-        time.sleep(0.1)  # rank 1 waits by then, or comes later: it is told the same
+        time.sleep(0.1)  # rank 1 waits by then, or comes later: it gets the same error
         pg.abort()
         return "", 0.0
     hear(pg, "gave up")
@@ -224,7 +224,7 @@ STOPPED_S = 0.45
 
 
 def _stop_for_a_while(pg: ProcessGroup, limit_s: float) -> float:
-    """Stop rank 1 in the midst of many operations, and let it go on later; return how long all took."""
+    """Stop rank 1 during many operations, and continue it later; return the total time."""
     size = pg.size()
     pids = torch.empty(size, dtype=torch.int64)
     pg.all_gather_single(pids, torch.tensor([os.getpid()]))

@@ -537,7 +537,7 @@ def test_it_sleeps_until_somebody_asks(plane: Plane) -> None:
 
 
 def test_a_forked_child_lets_go_of_the_port() -> None:
-    """Or a data loader's worker that outlives its parent would keep the port open, and answer nobody."""
+    """Otherwise a data loader's worker that outlives its parent would keep the port open, without answers."""
     with observability.start() as server:
         port = int(server.url.rpartition(":")[2])
         heard, say = os.pipe()

@@ -130,7 +130,7 @@ def test_a_missing_rank_is_named_everywhere_while_it_is_missing(tenant: Tenant) 
 
 @pytest.mark.parametrize("token", [None, "given-token", "silent"])
 def test_the_first_rank_says_where_it_is(token: str | None, capfd: pytest.CaptureFixture[str]) -> None:
-    """On standard error, since logs hide it by default; with the token only if nobody else can know it."""
+    """On standard error, since logs hide it by default; with the token only if no other user can read it."""
 
     def body(pg: ProcessGroup) -> tuple[str, str, str]:
         announce = token != "silent"

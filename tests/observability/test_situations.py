@@ -112,7 +112,7 @@ def different_branch(pg: ProcessGroup, folder: Path) -> None:
 @others_reduce
 def slow_disk(pg: ProcessGroup, folder: Path) -> None:
     os.mkfifo(folder / "batch")
-    (folder / "batch").read_bytes()  # nobody ever writes
+    (folder / "batch").read_bytes()  # no process ever writes
 
 
 @others_reduce
@@ -274,7 +274,7 @@ SITUATIONS = (
 
 
 def run_rank(pipe: Connection, situation: Situation, rank: int, port: int, folder: Path) -> None:
-    """Be a rank of a situation: build the group, tell where the control plane is, hang."""
+    """Be a rank of a situation: build the group, send the address of the control plane, hang."""
     if port:
         store: Any = dist2.TCPStore("127.0.0.1", port, is_master=False)
     else:

@@ -343,7 +343,7 @@ def test_unmarked_code_that_enters_the_data_plane_is_seen() -> None:
 
 
 class Closed(Told):
-    """Notes which thread tells that a group is closed."""
+    """Records the thread that reports the end of a group."""
 
     def __init__(self) -> None:
         super().__init__()

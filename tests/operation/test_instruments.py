@@ -84,7 +84,7 @@ def test_a_real_group_tells_of_all_it_does() -> None:
                 pg.recv(torch.ones(1), 0)
             pg.barrier(async_op=True).wait()
             with pytest.raises(InvalidUsageError):
-                pg.broadcast(torch.ones(1), 5)  # no instrument is told of a refused call
+                pg.broadcast(torch.ones(1), 5)  # no instrument is called for a refused call
 
         run_ranks(2, body, TENANTS[0])
     finally:

@@ -22,7 +22,7 @@ def operation() -> Operation:
 
 
 def ignore() -> None:
-    """Nobody needs to know that the queue was left."""
+    """The end of a queue is of no interest here."""
 
 
 def waited(event: threading.Event) -> None:

@@ -125,7 +125,7 @@ def test_a_job_is_awaited_while_none_could_run(turns: type[PythonQueueState]) ->
     waiter = threading.Thread(target=lambda: found.append(made.await_job(10.0)))
     waiter.start()
     waiter.join(0.02)
-    assert waiter.is_alive()  # somebody has the turn
+    assert waiter.is_alive()  # a thread has the turn
     made.left()
     waiter.join(5)
     assert found == [True]

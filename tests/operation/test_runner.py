@@ -84,7 +84,7 @@ def test_an_error_names_the_operation_and_leaves_the_queue(pg: ProcessGroup, nam
         assert caught.value.__context__ is None
     assert [each.state for each in failed] == [State.FAILED] * 2
     assert pg._runner.queue.idle
-    assert pg._runner.queue.close()  # nobody is counted as beside it, either
+    assert pg._runner.queue.close()  # no call is counted as beside it, either
 
 
 @pytest.mark.parametrize("async_op", [False, True])

@@ -297,7 +297,7 @@ def test_bad_arguments(kind: str, known: bool) -> None:
             except InvalidUsageError as error:
                 if not re.search(message, str(error), re.DOTALL):
                     unseen.append(f"{name}: {message!r} is not in {str(error)!r}")
-            except Exception as error:  # noqa: BLE001 - told with its case
+            except Exception as error:  # noqa: BLE001 - reported with its case
                 unseen.append(f"{name}: {error!r}")
             else:
                 unseen.append(f"{name}: nothing was raised")

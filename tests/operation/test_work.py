@@ -140,7 +140,7 @@ def test_a_batch_of_which_one_fails_fails() -> None:
     def body(pg: ProcessGroup) -> None:
         cpu = torch.device("cpu")
         pg._start_coalescing(cpu)
-        nothing = pg.recv(torch.ones(1), pg.rank(), 4, timeout=0.1)  # nobody sends it
+        nothing = pg.recv(torch.ones(1), pg.rank(), 4, timeout=0.1)  # no rank sends it
         self_sent = pg.send(torch.ones(1), pg.rank(), 3)
         work = pg._end_coalescing(cpu)
         future = work.get_future()

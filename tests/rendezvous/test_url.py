@@ -241,7 +241,7 @@ def test_a_rank_that_gave_up_and_comes_again_is_not_started_twice(tmp_path: Path
     for obstacle in ("rank 0 waits for other ranks, or is gone", "rank 1 has registered before"):
         with pytest.raises(RendezvousError, match=f"rank 1 of 2 waited 0.3 s: {obstacle}"):
             rendezvous(url, 1, 2, timeout=0.3)
-    assert not store.check(["dist2/g/go"])  # rank 0 hears of no fault
+    assert not store.check(["dist2/g/go"])  # rank 0 gets no report of a failure
 
 
 def test_world_sizes_that_differ_are_told_to_all(url: str) -> None:
@@ -305,7 +305,7 @@ def test_missing_ranks_are_named(url: str) -> None:
 
 
 class EndingStore(HashStore):
-    """Whose rank 0 gives up when rank 2 has signed in, and ends when rank 2 has heard of that."""
+    """A store with a rank 0 that gives up when rank 2 has registered, and ends when rank 2 has the reason."""
 
     is_over = False
 
@@ -535,7 +535,7 @@ def test_a_rank_that_is_given_twice_must_agree() -> None:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Wait for the thread that tells other ranks of an error: it does not try for long, nobody comes."""
+    """Wait for the thread that reports an error to other ranks: it tries briefly, as no rank comes."""
     monkeypatch.setattr("dist2.rendezvous.session._TELL_S", 0.1)
     yield
     for thread in threading.enumerate():

@@ -140,7 +140,7 @@ def test_recorded_bytes_open_nothing_a_second_time() -> None:
 
 
 def test_a_reflected_challenge_proves_nothing() -> None:
-    """Somebody without the secret lets a caller answer the challenge that it got as a caller itself."""
+    """An attacker without the secret lets a caller answer the challenge that it got as a caller itself."""
     honest = listener()
     opener = caller().opener
     challenge = feed(honest, opener)

@@ -136,7 +136,7 @@ def test_all_ranks_learn_at_once_who_differs(
 
 
 class Meddler(HashStore):
-    """A store that somebody else can write to: cards come out as that one likes."""
+    """A store that an attacker can write to: it changes cards on the way."""
 
     def __init__(self, meddle: Callable[[list[bytes]], list[bytes]]) -> None:
         super().__init__()

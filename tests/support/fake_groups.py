@@ -1,4 +1,4 @@
-"""Groups without a backend: they number operations and tell instruments of them, as real groups do."""
+"""Groups without a backend: they number operations and call instruments, as real groups do."""
 
 from __future__ import annotations
 

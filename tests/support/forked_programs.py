@@ -65,7 +65,7 @@ def be(rank: int, program: Path, backend: str, folder: Path) -> int:
         warnings.simplefilter("ignore")
         runpy.run_path(str(program), run_name="__main__")
         code = 0
-    except BaseException:  # noqa: BLE001 - told by the file
+    except BaseException:  # noqa: BLE001 - reported in the file
         traceback.print_exc()
     finally:
         sys.stdout.flush()

@@ -97,7 +97,7 @@ def _serve(
         )
         answer = True, body(pg, *arguments)
         pg.shutdown()
-    except BaseException:  # noqa: BLE001 - told to the test
+    except BaseException:  # noqa: BLE001 - reported to the test
         answer = False, traceback.format_exc()
     pipe.send(answer)
     pipe.close()

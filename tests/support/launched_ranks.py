@@ -36,7 +36,7 @@ def _member(
     try:
         with dist2.new_group("socket", timeout, name="secured", **options) as pg:
             answer = body(pg, pipe)
-    except Exception as error:  # noqa: BLE001 - told to the test
+    except Exception as error:  # noqa: BLE001 - reported to the test
         answer = (type(error).__name__, str(error), time.monotonic() - start)
     pipe.send((answer, refusals.counts()))
 

@@ -1,4 +1,4 @@
-"""Operations of all kinds in a few milliseconds, for signals to come in the midst of."""
+"""Operations of all kinds in a few milliseconds, to be interrupted by signals."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Died:
 DIED = Died()
 
 ENDS_ARE_TOLD = tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 15)
-"""Whether the kernel tells all processes how another one ended."""
+"""Whether the kernel reports to all processes how another one ended."""
 
 
 @contextmanager
@@ -166,7 +166,7 @@ def _serve(
             backend, timeout, store=store, rank=rank, world_size=world_size, name="test", **options
         )
         answer = (None, body(pg, *arguments))
-    except BaseException as error:  # noqa: BLE001 - told to the test
+    except BaseException as error:  # noqa: BLE001 - reported to the test
         answer = (verdict(error), traceback.format_exc())
     pipe.send(answer)
     if pg is not None and answer[0] is not None:
@@ -183,7 +183,7 @@ def tell(pg: ProcessGroup, event: str) -> None:
 
 
 def hear(pg: ProcessGroup, *events: str) -> None:
-    """Wait until all of these have been told."""
+    """Wait for all of these events."""
     PrefixStore("events", pg.spec.store).wait(list(events))
 
 

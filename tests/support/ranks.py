@@ -137,7 +137,7 @@ def run_ranks(
                 if tenant.backend == "gloo":
                     connected.wait(timeout)  # a connection to a finished rank would fail
                 results[rank] = body(pg)
-        except BaseException as error:  # noqa: BLE001 - told to the test
+        except BaseException as error:  # noqa: BLE001 - reported to the test
             failures.append((time.monotonic(), rank, error))
             connected.abort()
 

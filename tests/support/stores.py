@@ -157,7 +157,7 @@ def leaving_nothing() -> Iterator[None]:
     yield
     deadline = time.monotonic() + 5
     while True:
-        dist2.HashStore()  # making a store is when those that C++ let go of are looked for
+        dist2.HashStore()  # making a store searches for objects that C++ has released
         left = [each for each in _resources() if each not in before]
         if not left:
             return

@@ -33,7 +33,7 @@ def _call(bodies: tuple[Callable[[], Any], ...], limit_s: float) -> tuple[list[A
     def call(index: int) -> None:
         try:
             results[index] = bodies[index]()
-        except BaseException as error:  # noqa: BLE001 - told to the test
+        except BaseException as error:  # noqa: BLE001 - reported to the test
             results[index] = error
             failures.append(error)
 

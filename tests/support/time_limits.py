@@ -66,7 +66,7 @@ class Verdict(Enum):
     LATE = auto()
     """A promise about time was not kept."""
     FOLLOWS = auto()
-    """Another rank has failed, and this one was told, or waits for it."""
+    """Another rank has failed, and this one got its error, or waits for it."""
     WRONG = auto()
     """Something else."""
 

@@ -13,7 +13,7 @@ import dist2.legacy
 from dist2.torch_backend import default_group
 
 BACKEND = "socket"
-"""The backend of dist2 that stands in for the one that the tests name."""
+"""dist2's backend, used in place of the one that the tests name."""
 
 
 class Replacement(types.ModuleType):

@@ -143,7 +143,7 @@ class Suite:
             theirs.close()
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else code
-        except BaseException:  # noqa: BLE001 - told to the parent by the file
+        except BaseException:  # noqa: BLE001 - reported to the parent in the file
             traceback.print_exc()
         finally:
             sys.stdout.flush()

@@ -178,7 +178,7 @@ CUTS += [HEADER_BYTES + SEGMENT_BYTES + 7, 2 * HEADER_BYTES + SEGMENT_BYTES, who
 
 
 def write(link: Link, part: bytes) -> None:
-    """Have bytes go over a link that nobody else writes on."""
+    """Write bytes to a link that no other thread writes."""
     rest = memoryview(part)
     while rest:
         try:
@@ -211,7 +211,7 @@ def test_what_comes_in_pieces_arrives_whole(ends: tuple[End, End], cut: int) -> 
         time.sleep(0.02)  # longer than the other side is patient
         write(one.link(), made[cut:])
 
-    with one.side.endpoint._fabric.poller.role:  # nobody else reads
+    with one.side.endpoint._fabric.poller.role:  # no other thread reads
         _, (got, _) = together(send, two.take)
     assert got == data
 

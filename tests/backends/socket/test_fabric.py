@@ -215,7 +215,7 @@ def test_messages_to_oneself(make: Callable[[int], World], nbytes: int) -> None:
     sending = send(first, 0, text_of(nbytes))
     assert take(first, 0, nbytes) == text_of(nbytes)
     first.wait([sending], soon())
-    # The receive first, in another thread, which hears of it at once.
+    # The receive comes first, in another thread, and gets the error at once.
     started = time.monotonic()
     waiting = threading.Event()
 
@@ -327,7 +327,7 @@ def test_long_messages_go_unasked_while_their_part_of_the_credit_lasts(tcp: Call
         sending = send(first, 1, text_of(PROMPT_BYTES, nth))
         assert isinstance(sending, Sending)
         sends.append(sending)
-        while sending.unasked and not sending.done:  # it is taken in, and nobody receives it yet
+        while sending.unasked and not sending.done:  # it has arrived, and no receive is posted yet
             first.attend()
             second.attend()
     assert [each.unasked for each in sends] == [True, True, True, False]
@@ -375,7 +375,7 @@ def test_a_long_message_given_up_midway_leaves_the_link_usable(
     receiving = second.recv_tagged(0, 0, 11, memoryview(buffer))
     link = next(iter(world.fabrics[0].linkage.outgoing.values()), None)
     assert link is not None
-    # Until the socket is full, in the midst of a segment.
+    # Until the socket is full, inside a segment.
     pump(*world.fabrics, until=lambda: sending.offset > 0)  # type: ignore[attr-defined]  # its own, as a Receiving or Sending
     if who == "sender":
         first.cancel([sending])
@@ -840,11 +840,11 @@ def test_a_closed_group_refuses(make: Callable[[int], World]) -> None:
             attempt()
 
 
-# Without anybody waiting
+# Without waiters
 
 
 class Bell:
-    """Hears of a transfer that is done."""
+    """Signals the end of a transfer."""
 
     def __init__(self, endpoint: FabricEndpoint, transfer: Transfer, timeout_s: float) -> None:
         self._rung = threading.Event()

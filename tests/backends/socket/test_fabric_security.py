@@ -53,7 +53,7 @@ def credentials(request: pytest.FixtureRequest, tmp_path: Path) -> Credentials:
 
 
 ATTEND_S = 0.02
-"""Processes look into their links while nobody waits: those that were refused still answer others."""
+"""Interval at which processes read their links while no thread waits: refused ones still answer others."""
 
 
 @pytest.fixture(autouse=True)
@@ -201,7 +201,7 @@ def test_ranks_that_differ_both_learn_why(
 def test_a_rank_that_calls_long_after_the_other_was_refused_learns_why(
     make: Callable[..., World], theirs: Credentials, reason: str, words: str, late: int
 ) -> None:
-    """Nobody waits on the other side any more, which has raised long ago."""
+    """No thread waits on the other side, which has raised long ago."""
     pair = make(KNOWS, theirs, attend_s=ATTEND_S)
     tardy = pair.fabrics[late]
     with ThreadPoolExecutor(1) as pool:
@@ -434,7 +434,7 @@ def test_a_thousand_idle_strangers_cost_a_job_nothing(
     pair = make(who, who)
     strangers = []
     try:
-        for _ in range(1000):  # before the members meet, and while nobody looks
+        for _ in range(1000):  # before the members meet, and while no thread polls
             stranger = socket.create_connection((pair.cards[1].host, pair.cards[1].port), timeout=5)
             stranger.sendall(says)
             strangers.append(stranger)

@@ -175,7 +175,7 @@ def test_where_reading_is_refused_the_message_comes_through_the_ring(
     link = fabric.ringed_from(mailbox.fabric_ids[0])
     assert link is not None
     assert link.rx is not None
-    link.rx.pid = pid  # of nobody
+    link.rx.pid = pid  # of no process
     buffer = bytearray(LONG)
     posted, sending = two.side.post(buffer), send(one, pattern(LONG, 1))
     assert not two.wait(posted, buffer)

@@ -32,7 +32,7 @@ pytestmark = [
 
 @contextmanager
 def on_one_core() -> Iterator[None]:
-    """Have the calling thread, and those that it starts, run on one core."""
+    """Run the calling thread, and the threads that it starts, on one core."""
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(allowed)})
     try:

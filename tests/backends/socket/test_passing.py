@@ -1,4 +1,4 @@
-"""Long messages over sockets that nobody announces: read whole, and going either way at any time."""
+"""Long messages over sockets without announcements: read whole, in both directions at any time."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ def test_messages_of_others_have_their_turn(left: list[Left]) -> None:
                     got = torch.empty(1000 * number + 1)
                     works.append((pg.irecv(got, peer, 3), got))
                     pg.isend(torch.full_like(got, number), peer, 3).wait()
-            except BaseException as error:  # noqa: BLE001 - told to the test
+            except BaseException as error:  # noqa: BLE001 - reported to the test
                 failures.append(error)
             ends[pg.rank()].set()
 

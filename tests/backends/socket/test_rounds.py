@@ -25,7 +25,7 @@ def sides() -> Iterator[tuple[Side, Side]]:
 
 
 def is_rung(side: Side, timeout_s: float) -> bool:
-    """Whether somebody wakes a rank that sleeps in the kernel."""
+    """Whether a rank that sleeps in the kernel is woken."""
     return bool(select.select([side.endpoint], [], [], timeout_s)[0])
 
 

@@ -64,7 +64,7 @@ def without_a_step(schedules: Schedules) -> Iterator[tuple[str, list[Schedule]]]
 
 
 def without_a_fence(schedules: Schedules) -> Iterator[tuple[str, list[Schedule]]]:
-    """Drop the n-th fence of all ranks at once: nobody hangs, but everything may race."""
+    """Drop the n-th fence of all ranks at once: no rank hangs, but everything may race."""
     fences = sum(isinstance(step, Fence) for step in schedules[0].steps)
     for dropped in range(fences):
         changed = []

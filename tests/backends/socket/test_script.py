@@ -264,7 +264,7 @@ def test_a_script_finds_what_others_lend_where_it_is_at_the_time(members: Member
     copies = [copying(nothing, (0, 0), (2, 0), 8), Bound(nothing), copying(nothing, (0, 8), (1, 8), 8)]
     script = script_of(members.boards[0], [look, *copies], 0, 1, 2)
     assert script is not None
-    assert script.run(operation(0), [], [result], 0, 0) == 0  # nobody lends anything of that kind
+    assert script.run(operation(0), [], [result], 0, 0) == 0  # no member exposes memory of that kind
     for start in (0.0, 10.0):
         lent = [torch.arange(start, start + 4), torch.arange(start + 4, start + 8)]
         table = b"ordinary" + struct.pack("=QQ", *[each.data_ptr() + 64 for each in lent])

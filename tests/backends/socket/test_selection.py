@@ -1,4 +1,4 @@
-"""The choice of algorithms: always one that fits, the same on all ranks, and the forced one or an error."""
+"""The choice of algorithms: always a suitable one, the same on all ranks, and the forced one or an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Members spread over the cores while they wait, and leave nobody pinned."""
+"""Members spread over the cores while they wait, and leave no thread pinned."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def members() -> Iterator[Members]:
 
 
 def arrive(board: Board, call: Operation, whom: int = NOBODY) -> None:
-    """Come to the next fence, leaving word of the call."""
+    """Come to the next fence, after logging the call."""
     board.log_call(call)
     board.fence(call, whom)
 

@@ -123,7 +123,7 @@ def sums(pg: ProcessGroup) -> None:
 
 @pytest.mark.usefixtures("without_scripts")
 def test_sums_end_where_all_messages_are_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if nobody had any credit left: nothing goes before somebody waits."""
+    """As if no rank had any credit left: nothing is sent before a rank waits."""
 
     def refuse(self: SocketSend, address: int, seq: int = 0) -> bool:
         self.held_up = True

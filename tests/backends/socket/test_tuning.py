@@ -88,7 +88,7 @@ def test_the_environment_names_the_file() -> None:
 
 
 def test_all_members_go_by_what_rank_0_read(tmp_path: Path) -> None:
-    """Ranks that chose by files of their own would wait for messages that nobody sends."""
+    """Ranks with different tuning files would wait for messages that no rank sends."""
     path = tmp_path / "tuning.json"
     path.write_text(json.dumps({"format": 1, "thresholds": {"whole_bytes": 0, "doubling_bytes": 0}}))
 
