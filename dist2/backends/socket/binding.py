@@ -1,11 +1,11 @@
 """`Bindings`: the steps of calls that expose tensors, computed once for each set of addresses.
 
-The steps of a call are bound to where its own tensors and those that the others lend lie (see `reaching`). A
-script in C does the same steps for tensors anywhere, as long as they can be reached in the same way: so
-Python binds again only for a kind of memory that no call had before.
+The steps of a call are bound to the addresses of its own tensors and of the exposed ones of others (see
+`reaching`). A script in C does the same steps for tensors at any address, as long as they can be accessed in
+the same way: so Python binds again only for a kind of memory that no call had before.
 
-A binding has a *variant* for either parity of a call's first fence, as the parity says where the tables of
-lent memory stand; and two more where a schedule can be run from its end as well (see `mirroring`).
+A binding has a *variant* for either parity of a call's first fence, because the parity selects the tables of
+exposed memory; and two more if a schedule can also run from its end (see `mirroring`).
 """
 
 from __future__ import annotations
@@ -234,12 +234,12 @@ class Bindings:
         return [self._reach.part_of_call(self._lends, part) for part in range(len(caller.lends))]
 
     def _note(self) -> list[Bound]:
-        """Return a callable that tells the others with the first fence that this member runs this."""
+        """Return a callable that publishes, with the first fence, that this member runs this program."""
         board, noted = self._board, self._noted
         return [] if noted is None else [noting(lambda operation: board.note(operation, noted), noted)]
 
     def _look_at_notes(self) -> list[Bound]:
-        """Return a callable that looks whether all said so."""
+        """Return a callable that checks whether all published this."""
         return [] if self._noted is None else [having_noted(_never, self._noted)]
 
 

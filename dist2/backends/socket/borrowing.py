@@ -176,7 +176,7 @@ class Borrowing:
         return script_of(self._board, steps, tensors, 0, parts)
 
     def check(self, operation: Operation) -> None:
-        """Raise if a member has given up: the bytes that were read there may not be those that it lent."""
+        """Raise if a member has given up: the bytes read from it may not be those that it exposed."""
         self.recall.check(operation)
 
     def give_up(self, error: BaseException) -> None:

@@ -159,7 +159,7 @@ def fencing(
 
 
 def claiming(action: Callable[[Any], Any], kind: int) -> Bound:
-    """Bind leaving word of the call, and the claim of a piece of one kind."""
+    """Bind logging the call, and the claim of a piece of one kind."""
     return _bound(action, "CLAIM", kind)
 
 

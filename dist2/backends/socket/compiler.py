@@ -351,7 +351,7 @@ class Compiler:
 
 
 def _note(number: int, board: Board) -> Action:
-    """Return a callable that tells the others a number."""
+    """Return a callable that publishes a number to the others."""
     return lambda frame: board.note(frame.operation, number)
 
 

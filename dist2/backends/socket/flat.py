@@ -35,7 +35,7 @@ MAX_JOINED = 64
 
 Tensors = Sequence[torch.Tensor]
 Frames = Callable[[int], Frame]
-"""Says where the parts of a step's block lie, given its number counted from the one that is run."""
+"""Returns the positions of the parts of a step's block, given its number counted from the current one."""
 
 
 class _Steps:
@@ -182,7 +182,7 @@ class FlatProgram:
     def _run_blocks(
         self, operation: Operation, inputs: Tensors, outputs: Tensors, index: int, blocks: int
     ) -> None:
-        """Do the blocks from one on; where ranks may have more than this one, the first tells."""
+        """Do the blocks from one on; if other ranks may have more, the first block shows it."""
         while index < blocks:
             is_first = self._recipe.uneven and index == 0
             count = 1 if is_first else self._alike(index, blocks)

@@ -231,7 +231,7 @@ class Messenger:
         return run
 
     def _by_loan(self, lot: Lot, offer: ExpressOffer, whole: ExpressSend | None) -> Way:
-        """Return the way out of messages that are lent; or go whole where nobody waits, if they may."""
+        """Return the path of outgoing messages that are lent; or sent whole if the caller does not wait."""
         otherwise = self._posting(self._endpoint.send_tagged, lot)
         send, post = offer.send, offer.post
 

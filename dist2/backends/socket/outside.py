@@ -113,14 +113,14 @@ class Outside:
         """Return when something is done.
 
         Args:
-            done: Whether it is.
+            done: Tells whether it is done.
             deadline_ns: When to give up.
-            peers: Whose messages are waited for; None for a collective.
-            look_ns: How long ``done`` is not looked at, at most, unless somebody calls `wake`.
+            peers: Senders of the awaited messages; None for a collective.
+            look_ns: Longest time between two calls of ``done``, unless `wake` is called.
 
         Raises:
             OperationTimeoutError: The deadline passed; `missing` has the missing ranks.
-            MismatchError, PeerLostError, GroupAbortedError, GroupRevokedError: Why the group failed.
+            MismatchError, PeerLostError, GroupAbortedError, GroupRevokedError: The group failed.
         """
         pause_ns, next_ns = _PROBE_NS, _LOOK_NS
         probe_ns = monotonic_ns() + pause_ns
@@ -142,9 +142,9 @@ class Outside:
 
         Args:
             content: At the root: its data.
-            nbytes: How long that is.
+            nbytes: Its length.
             root: Group rank.
-            number: Tells this from other calls of the group.
+            number: Distinguishes this from other calls of the group.
             deadline_ns: When to give up.
 
         Raises:

@@ -103,7 +103,7 @@ class Passing(Traffic):
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing is under way."""
+        """Whether no message is in flight."""
         return not self._unsent and not self._awaited and all(each.done for each in self._started)
 
     def send(self, message: Message) -> None:

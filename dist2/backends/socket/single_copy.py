@@ -118,7 +118,7 @@ class SingleCopyProgram:
             self._otherwise(operation, inputs, outputs)
 
     def _run(self, operation: Operation, tensors: Call, variant: int, at: int) -> bool:
-        """Do all steps; False if somebody cannot: then nothing is done, or the first fence is passed."""
+        """Do all steps; False if a rank cannot: then nothing is done, or the first fence is passed."""
         likely = self._likely[variant]
         if likely is None or at < likely.fence:  # the caller's memory is of another kind than the last one's
             if not self._is_worth_a_fence():
@@ -149,7 +149,7 @@ class SingleCopyProgram:
         """Whether these tensors may be lent, for all that is known: equal on all members that run this."""
         kernel_moves = self._lending.by_kernel
         if kernel_moves is None:
-            return True  # not known yet: somebody has to ask
+            return True  # not known yet: a rank has to test it
         return self._by_kernel or self._swept if kernel_moves else self._mapped
 
     def _go_on(self, caller: Caller, operation: Operation, tensors: Call, variant: int) -> bool:

@@ -101,7 +101,7 @@ ROWS = tuple(name for name, value in attrs.asdict(DEFAULT_THRESHOLDS).items() if
 LENT = tuple(name for name in ROWS if name.endswith("_lent_bytes"))
 """Those of them that say from where on tensors are lent."""
 SWEPT = tuple(name for name in ROWS if name.endswith("_swept_bytes"))
-"""Those that say from where on they are not, unless they can be mapped."""
+"""The thresholds from which on tensors are not exposed, unless they can be mapped."""
 
 
 @attrs.frozen

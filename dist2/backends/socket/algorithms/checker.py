@@ -80,7 +80,7 @@ class Machine:
         self._slots = [[UNDEFINED] * ((2 + _PIECES) * slot) for _ in range(world_size)]
         self._turn = 0
         self._piece = 0  # how many were claimed so far
-        self._slot_at = 0  # of the operation under way: a slot, or a piece behind the two
+        self._slot_at = 0  # of the current operation: a slot, or a piece behind the two
         self._moments = [self._first_moment(rank) for rank in range(world_size)]
         self._uses: dict[
             int, list[int]
@@ -158,7 +158,7 @@ class Machine:
         """Check that between two fences no rank read memory that another one wrote, in all operations so far.
 
         Raises:
-            BrokenScheduleError: Somebody did.
+            BrokenScheduleError: A rank did.
         """
         self._accesses.check()
 

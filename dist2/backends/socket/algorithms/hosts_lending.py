@@ -31,7 +31,7 @@ from dist2.backends.socket.algorithms.spans import assemble, lent, scratch, sour
 LAG = 2
 """How many pieces are on the wire while the next is folded."""
 PLACES = LAG + 1
-"""How many pieces have a place to be received in: those and one that is folded."""
+"""Number of pieces with a receive buffer: those in flight and one that is folded."""
 
 
 def all_reduce_whole(rank: int, layout: tuple[int, ...], numel: int, piece: int) -> Schedule:

@@ -236,7 +236,8 @@ class _Gathering:
         return slot(owner, base, base + stop - start)
 
     def _cross(self, index: int) -> Exchange:
-        """Send the own part to the representatives of this rank; receive those that this one represents."""
+        """Send the own part to the representatives of this rank; receive the parts of ranks that this one
+        represents."""
         sends = [
             Send(self._hosts.counterpart(self._rank, host), self._source(index))
             for host in self._hosts.others(self._host)

@@ -5,8 +5,8 @@ others carry to their slots; each folds its own rail out of the slots, in rank o
 with the carriers of the same rail on the other hosts. Then it folds the results of all hosts in the order of
 hosts. So a host sends as many bytes as one rank would, spread over all its ranks.
 
-Long vectors go in passes (see `pipeline.py`): the messages of one pass are under way while the next is
-copied and folded in shared memory.
+Long vectors go in passes (see `pipeline.py`): the messages of one pass are in flight while the next is copied
+and folded in shared memory.
 """
 
 from __future__ import annotations

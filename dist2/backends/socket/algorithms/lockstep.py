@@ -88,7 +88,7 @@ class Meeting:
     """A fence of one host: the ranks that have arrived, and the ranks that each one waits for.
 
     Attributes:
-        came: By rank: its knowledge at its arrival, and the ranks that it had heard of.
+        came: By rank: its knowledge at its arrival, and the ranks known to it.
     """
 
     def __init__(self, beside: tuple[int, ...]) -> None:

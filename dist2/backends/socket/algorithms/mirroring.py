@@ -17,8 +17,8 @@ from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Fence, Sched
 def mirrored(schedule: Schedule) -> Schedule | None:
     """Return a schedule that does the same in the opposite order; None if there is none.
 
-    There is one where a schedule only copies out of and into lent memory, between two fences: there no copy
-    needs another. A rank's copies to itself may come before the first fence if nobody reaches into its
+    There is one if a schedule only copies out of and into exposed memory, between two fences: then no copy
+    needs another. A rank's copies to itself may come before the first fence if no other rank accesses its
     output, so the copies before the first fence and the last ones before the second change places. Some ranks
     may run one of the two schedules while others run the other.
     """

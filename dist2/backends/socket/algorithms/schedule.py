@@ -121,7 +121,7 @@ class Fence:
     """Arrive at a fence, and wait for every rank of this host.
 
     Attributes:
-        awaited: Wait for these alone, if they are given: for nobody, or for one.
+        awaited: Wait for these alone, if they are given: for none, or for one.
     """
 
     awaited: tuple[int, ...] | None = None

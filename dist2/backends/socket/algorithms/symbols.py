@@ -10,7 +10,7 @@ from dist2.backends.socket.algorithms.hosts import folding_groups
 from dist2.errors import Dist2Error
 
 UNDEFINED = -1
-"""The symbol of memory that nobody has written."""
+"""The symbol of unwritten memory."""
 
 
 class BrokenScheduleError(Dist2Error):

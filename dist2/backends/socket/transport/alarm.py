@@ -11,7 +11,7 @@ class Alarm:
     """A descriptor in an epoll that can be made readable.
 
     Args:
-        epoll: Somebody sleeps in.
+        epoll: A thread sleeps in it.
     """
 
     def __init__(self, epoll: select.epoll) -> None:

@@ -163,7 +163,7 @@ class Arrivals:
         rank: This member's.
         own: Its words.
         spins: How often it looks before it yields.
-        slow_ns: A yield that takes longer tells that somebody else uses the core.
+        slow_ns: A yield that takes longer shows that another process uses the core.
     """
 
     def __init__(self, rank: int, own: memoryview, spins: int, slow_ns: int) -> None:
@@ -210,7 +210,7 @@ class Arrivals:
         own = self._own
         own[CALLED + phase % RING], self.called = self.called, 0
         own[phase % RING] = arrival_word(phase, operation.signature.fingerprint)
-        # The word must be out before a peer's sleep flag is read.
+        # The word must be visible before a peer's sleep flag is read.
         with self._lock:
             pass
         self._ring_sleepers()
@@ -307,7 +307,7 @@ class Arrivals:
             self.waited_ns += monotonic_ns() - since_ns
 
     def _have_come(self, absent: list[_Peer], phase: int, looks: int = 1) -> bool:
-        """Whether the absent have come; those that have are absent no more."""
+        """Whether the absent have come; removes those that have."""
         for _ in range(looks):
             while absent and self._has_come(absent[-1], phase):
                 absent.pop()
@@ -337,13 +337,13 @@ class Arrivals:
             yield_core()
             before, now = now, monotonic_ns()
             if now - before > self._slow_ns and self._is_wanted(now):
-                self.sleepy = self._nap  # somebody else uses the core: do not compete by polling
+                self.sleepy = self._nap  # another process uses the core: do not compete by polling
                 self._nap = min(2 * self._nap, _LONG_NAP)
                 break
         return False
 
     def _is_wanted(self, now_ns: int) -> bool:
-        """Whether a slow yield tells that somebody else wants the core for longer: one alone does not."""
+        """Whether a slow yield shows that another process needs the core for longer; one alone does not."""
         lasting = now_ns - self._wanted_ns < _LASTING_NS
         self._wanted_ns = now_ns
         return lasting

@@ -131,10 +131,10 @@ class Board:
             self.arrivals.reach(operation, self.wait, phase)
 
     def claim(self, operation: Operation, kind: int) -> None:
-        """Leave word of the call, and claim the next piece of a kind.
+        """Log the call, and claim the next piece of a kind.
 
         Raises:
-            Dist2Error: As `fence`: others may have to be done with it.
+            Dist2Error: As `fence`: others may still use the piece.
         """
         self.log_call(operation)
         self.arrivals.claim(operation, self.wait, kind)
@@ -195,12 +195,12 @@ class Board:
         return None if progress is None else lambda: self._waiting.attend(progress, operation)
 
     def _have_come(self, whom: int, phase: int) -> bool:
-        """Whether some have come to a fence; raises if anybody called something else there or before."""
+        """Whether the awaited members have come to a fence; raises if any made another call."""
         self.mismatches.compare()
         return not self._absent(whom, phase)
 
     def _absent(self, whom: int, phase: int) -> list[int]:
-        """Return those that are waited for and have not come to a fence with the same operation."""
+        """Return the awaited members that have not come to a fence with the same operation."""
         at = phase % RING
         return [
             member.rank

@@ -1,8 +1,8 @@
-"""`CallLog`: the last calls of a member, which others can read after it has gone on.
+"""`CallLog`: the last calls of a member, which others can read later.
 
-A member that does not wait for all at a fence may be far away, computing, when others find that they called
-something else. So it leaves word of its call: for each signature and line in user code, a text in its region,
-written once; and for each fence a word that says which text, and the operation's number.
+A member that does not wait for all at a fence may be computing when others find that they made another call.
+So it logs its calls: for each signature and line in user code, a text in its region, written once; and for
+each fence a word with the number of the text and of the operation.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def read_call_log(memory: memoryview, word: int) -> Call | None:
         word: The published word.
 
     Returns:
-        None if it left no word, or the text has made room for another.
+        None if it logged no call, or the text was overwritten.
     """
     number = word & _NUMBER_MASK
     at = number % _ENTRIES * _ENTRY_BYTES

@@ -20,13 +20,13 @@ DESCRIBED = 41
 GAVE_UP = 42
 """It has given up an operation in which it lent memory: see `recall`."""
 NOTES = 43
-"""A number that it tells with a fence, here and in the word behind, by the parity of the fence."""
+"""A number that it publishes with a fence, here and in the next word, by the parity of the fence."""
 MET = 45
 """It has found the regions of all members."""
 CORE = 46
-"""On which core it waits, plus 1, if it has told: in C alone."""
+"""The core on which it waits, plus 1; 0 if unknown. Only in C."""
 CROWDED = 47
-"""Not 0: somebody else uses its core as well, as far as it has noticed: in C alone."""
+"""Not 0: it has noticed that another process uses its core as well. Only in C."""
 CALLED = 48
 """Its calls at those fences of the ring at which it did not wait for all: see `call_log`."""
 SEQ = CALLED + RING
@@ -37,8 +37,8 @@ RANG = SEQ + 1
 RAN = RANG + 1
 """When it was known to run last, in the same way: it got its core back, or was at a fence. In C alone."""
 PROBE = SEQ + 8
-"""Written now and then, alone in a line of a cache: how long it takes to come tells how far its owner is. In
-C alone."""
+"""Written now and then, alone in a cache line: the time to read it shows the distance to its owner's caches.
+Only in C."""
 WORDS = PROBE + 1
 """Control words of a member."""
 

@@ -1,8 +1,8 @@
 """`Lending`: callers' memory that the members of a board expose to each other for one operation.
 
-Before a fence each member writes into its control page which addresses it lends, and how they can be
-reached: through a file that others can map, or by the kernel (`cross_memory`). After the fence all read
-the tables of all, and so all come to the same conclusion: everybody can reach everything, or not.
+Before a fence each member writes the addresses of its exposed memory into its control page, and how they can
+be accessed: through a file that others can map, or by the kernel (`cross_memory`). After the fence all read
+the tables of all, and so all decide alike whether every member can access all memory.
 """
 
 from __future__ import annotations

@@ -51,13 +51,13 @@ class Meeting:
     def meet(self, operation: Operation, fence_follows: bool = False) -> None:
         """Find the regions of all members; returns at once when they are known.
 
-        It waits until all have done so. Otherwise a member that waits for nobody in its operations might
-        leave, and take its region with it, before others have found that region.
+        It waits until all have done so. Otherwise a member that waits for none in its operations might leave,
+        and remove its region, before others have found that region.
 
         Args:
             operation: The call of this member.
-            fence_follows: The next thing is a fence at which all wait for all, and nobody comes there without
-                having found all regions. Then it waits only until this member has found them.
+            fence_follows: The next step is a fence at which all wait for all, and no member arrives there
+                without having found all regions. Then it waits only until this member has found them.
 
         Raises:
             OperationTimeoutError, PeerLostError, GroupAbortedError.

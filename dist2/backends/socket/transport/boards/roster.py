@@ -117,11 +117,11 @@ class Roster:
         """Return the absent members, if waiting for them makes sense.
 
         Args:
-            missing: Returns the members that are waited for and have not come.
+            missing: Returns the awaited members that have not come.
             operation: The operation that waits.
 
         Raises:
-            GroupAbortedError, GroupRevokedError: This member has ended the group, or anybody revoked it.
+            GroupAbortedError, GroupRevokedError: This member has ended the group, or a member revoked it.
             PeerLostError: A member has died, or one that is absent has left or aborted the group.
         """
         if self._fault is not None:

@@ -23,7 +23,7 @@ from dist2.security.authenticator import Credentials
 from dist2.security.handshake import MESSAGE_BYTES, explanation
 
 CONNECT_S = 2.0
-"""To a process of this host; to another, connecting blocks nobody."""
+"""To a process of this host; connecting to another host does not block."""
 _SYN_RETRIES = 2  # after 1 + 2 + 4 seconds a host that does not answer is given up
 
 
@@ -56,7 +56,7 @@ class Connector:
             beside: It shares memory with this one.
 
         Raises:
-            PeerLostError: Nobody answers there any more.
+            PeerLostError: No process answers there any more.
         """
         linkage = self._linkage
         beside = beside and linkage.rings.maker is not None
@@ -153,7 +153,8 @@ class Connector:
             linkage.read(link)  # a poll does not report bytes that TLS has decrypted
 
     def _call_again(self, link: Link, calling: Connecting) -> None:
-        """Connect once more: a crowded listener may have ended the call, or one that waited for long.
+        """Connect once more: a listener with too many connections may have closed this one, or one that
+        waited for long.
 
         If the other side is gone, that fails at once.
         """

@@ -47,7 +47,7 @@ def begin(sock: Options, near: str) -> None:
         near: The congestion control to use; if the system refuses it to this user, BBR stays.
     """
     if sock.family in _FAMILIES and _control(sock).startswith(PACED) and not near.encode().startswith(PACED):
-        with suppress(OSError):  # it is unknown, or not for everybody
+        with suppress(OSError):  # it is unknown, or not permitted
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, near.encode())
 
 

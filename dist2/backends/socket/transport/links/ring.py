@@ -85,7 +85,7 @@ class RingWriter(Ring):
         """Bytes that fit.
 
         Raises:
-            ConnectionError: The reader's counter cannot be right: somebody has overwritten it.
+            ConnectionError: The reader's counter is invalid: it was overwritten.
         """
         unread = self._count - self._words[_TAIL]
         if not 0 <= unread <= self._capacity:

@@ -22,7 +22,7 @@ class Borrower:
     Args:
         lock: The fabric's.
         linkage: The links to senders of offers.
-        courier: Sends them word.
+        courier: Sends them the reports.
         outcomes: Completes read messages.
         mailboxes: The mailboxes of the open groups, by context.
 

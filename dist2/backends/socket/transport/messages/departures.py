@@ -29,7 +29,7 @@ class Departures:
         linkage: The links to them.
         presence: Which processes are there.
         outcomes: Fails their messages.
-        assembly: Is told which members have no vote any more.
+        assembly: Notified of members that have lost their vote.
         mailboxes: The mailboxes of the open groups, by context.
 
     Attributes:
@@ -97,7 +97,7 @@ class Departures:
 
         Args:
             fabric_id: Its id.
-            words: How it ended, where another process says so.
+            words: Its end, as reported by another process.
         """
         dead = self._presence.dead
         affected = [
@@ -108,7 +108,7 @@ class Departures:
         if fabric_id in dead or not affected:
             return
         dead[fabric_id] = self._presence.ends.get(fabric_id, words)
-        # Told first: a message that is withdrawn looks to others like one of a rank that gave up by itself.
+        # Reported first: a withdrawn message looks to others like one of a rank that gave up by itself.
         payload = f"{fabric_id} {dead[fabric_id]}".encode()
         frame = Header(Kind.DEATH, nbytes=len(payload)).encode() + payload
         for other, link in list(self._linkage.outgoing.items()):

@@ -69,7 +69,7 @@ class ExpressOffer:
             return None
         try:
             self._await_taken(sending, deadline_ns)
-        except BaseException:  # KeyboardInterrupt: nobody may use the memory any more
+        except BaseException:  # KeyboardInterrupt: the memory must not be read any more
             self.cancel(sending)
             raise
         return sending
@@ -136,7 +136,7 @@ class ExpressOffer:
         return sending
 
     def _await_taken(self, sending: Sending, deadline_ns: int) -> None:
-        """Wait a moment for the receiver's word."""
+        """Wait a moment for the receiver's answer."""
         link = self._fabric.poller.play(self._take_word, None, sending, deadline_ns)
         if link is not None and link.rx is not None and link.rx.writer_sleeps:
             link.wake_peer()
@@ -209,8 +209,8 @@ class ExpressTake(ExpressReceive):
     def wait_posted(self, receiving: Transfer, address: int, deadline_ns: int) -> bool:
         """Wait for the message of a receive that is posted, and read it; False if that takes longer.
 
-        Receives of the lot that were posted before it are served as well. Without C all take the long path, as
-        do messages with offers that were read already: nothing more of those comes through the ring.
+        Receives of the lot that were posted before it are served as well. Without C all take the long path,
+        as do messages with offers that were read already: nothing more of those comes through the ring.
         """
         if self._express is not None and not self._fabric.poller.borrows:
             self._express.fetch_posted(receiving, self._adopt, deadline_ns)

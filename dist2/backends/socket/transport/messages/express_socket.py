@@ -30,7 +30,7 @@ Buffer = ctypes.Array[ctypes.c_char]
 
 
 def goes_short(lot: Lot) -> bool:
-    """Whether messages of a lot may take the short path: longer ones ask before they go."""
+    """Whether messages of a lot may take the short path: longer ones are announced."""
     return lot.nbytes <= PROMPT_BYTES
 
 
@@ -128,7 +128,7 @@ class SocketSend(_SocketWay):
                 count = sock.sendmsg((self._header, payload))
             except OSError:  # full; or it is gone, which the queue finds as well, and handles
                 return False
-            except BaseException:  # a signal handler that raises: bytes may have gone that nobody noted
+            except BaseException:  # a signal handler that raises: unrecorded bytes may have been sent
                 link.give_up_writing()
                 raise
             account.used += self._cost
@@ -213,7 +213,7 @@ class SocketReceive(_SocketWay):
     def _give_up(self, link: Link) -> None:
         """Have nothing use the memory any more."""
         fabric, posted = self._fabric, self._posted
-        if self._staged[0]:  # bytes have come that nobody noted
+        if self._staged[0]:  # unrecorded bytes have come
             fabric.cut(link)
         if posted is not None:
             with fabric.lock:

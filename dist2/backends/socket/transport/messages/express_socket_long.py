@@ -22,7 +22,7 @@ from dist2.backends.socket.wire import HEADER_BYTES
 from dist2.runtime.signals import ctrl_c
 
 _PATIENCE_NS = 5_000_000
-"""How long nothing may come before the long path waits for it."""
+"""Idle time after which the long path takes over."""
 _WAIT_MS = 1
 
 

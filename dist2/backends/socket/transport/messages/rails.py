@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dist2.compiled._steps import Rail
 
 PATIENCE_NS = 5_000_000
-"""How long nothing may move before the long path waits for it."""
+"""Idle time after which the long path takes over."""
 _AT_ONCE = (False,)
 
 
@@ -56,8 +56,8 @@ class Left:
     """The unfinished messages at the close of rails.
 
     Attributes:
-        transfers: Messages that the long path goes on with, by number.
-        unsent: Numbers of those that nothing was sent of yet, in order.
+        transfers: Messages that the long path continues, by number.
+        unsent: Numbers of those without any sent byte, in order.
     """
 
     transfers: dict[int, Message] = attrs.field(factory=dict)
@@ -92,7 +92,7 @@ class _Track:
         self._kept = 0
 
     def find(self, seq: int, early: int) -> bool:
-        """Look for links that nothing else is under way on; under the fabric's lock.
+        """Find links without other transfers; under the fabric's lock.
 
         Args:
             seq: Number of the operation.
@@ -259,7 +259,7 @@ class Rails:
         """
         fabric = self._fabric
         self._seq, self._until_ns = seq, 0
-        # In one step: a signal handler that raised between the two would leave the role taken by nobody.
+        # In one step: a signal handler that raised between the two would leave the role taken for ever.
         self._taken += map(fabric.poller.role.acquire, _AT_ONCE)
         if self._taken[0] and not fabric.poller.closed:
             with fabric.lock:

@@ -36,7 +36,7 @@ class ShortWays:
         fabric: This process's fabric.
         mailbox: The group's mailbox.
         spins: How often to look for a message in shared memory before yielding the core.
-        lone_spins: How often in C, if that is not at all, but nobody else wants the core.
+        lone_spins: The same in C if ``spins`` is 0 and no other process needs the core.
         wait: Waits for a receive that takes the long path after all, until a deadline.
     """
 
@@ -63,7 +63,7 @@ class ShortWays:
         return lot.peer != self._mailbox.rank and lot.peer not in self._mailbox.beside and goes_short(lot)
 
     def has_announced_way(self, lot: Lot) -> bool:
-        """Whether messages with a member may take the short path of those that ask before they go."""
+        """Whether messages with a member may take the short path of announced ones."""
         return lot.peer != self._mailbox.rank and lot.peer not in self._mailbox.beside and not goes_short(lot)
 
     def announced_send(self, lot: Lot) -> AnnouncedSend:
