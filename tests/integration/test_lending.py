@@ -386,7 +386,7 @@ def calls_on_new_tensors_of_one(pg: ProcessGroup) -> tuple[list[int], bool | Non
 def test_members_with_new_tensors_and_with_old_ones_do_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swept: int, parts_in_c: str
 ) -> None:
-    """Tensors that use slots unless they are mapped: the longest gathers, and too short ones."""
+    """What goes through slots unless it is mapped: the longest gathers, what is too short for the kernel."""
     monkeypatch.setenv("DIST2_COMPILED", parts_in_c)
     tuning = tmp_path / "tuning.json"
     rows = dict.fromkeys(LENT, (1 << 40,) * len(CROWDS)) | {"all_gather_swept_bytes": (swept,) * len(CROWDS)}

@@ -1,4 +1,4 @@
-"""`held`: a lock with a time limit, free again after any exception of a signal handler."""
+"""`held`: a lock with a limit, free again whatever signal handlers raise."""
 
 from __future__ import annotations
 

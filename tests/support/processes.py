@@ -25,7 +25,7 @@ ALL_HAVE_ANSWERED = "all have answered"
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    # Modules that ranks and tests import, except modules of tests: the server does not find those.
+    # What ranks and test modules import, but for modules of tests: the server does not find those.
     [
         "dist2.backends.socket.create",
         "observability.group_status",
@@ -108,9 +108,9 @@ def run_processes(
 ) -> list[Any]:
     """Call ``body(pg, *arguments)`` in ``world_size`` processes, each a rank of one new group.
 
-    A process stays, and its group stays open, until all have answered: the others must not lose the first one
-    that is done. One that raised exits at once, so that the others do not wait for it. The option ``threads``
-    is the number of torch's threads in each, 1 by default: more of them take turns on a core, and spin.
+    A process stays, and its group stays open, until all have answered: who is done first is not gone for the
+    others. One that raised leaves at once, so that the others do not wait for it. The option ``threads`` is
+    the number of torch's threads in each, 1 by default: more of them take turns on a core, and spin.
 
     Returns:
         The result of each; `DIED` if the process ended without an answer.
