@@ -1,12 +1,12 @@
 /* Methods in C for the most common form of a call: positional arguments only, except for the peer of a message,
-   plain tensors, a known plan. All other calls go to the equivalent Python method, in dist2/group/collectives.py or
-   dist2/group/point_to_point.py: see dist2/c10d/fast_methods.py. */
+   plain tensors, a known plan. All other calls go to the equivalent Python method of `Collectives` or
+   `PointToPoint`. The counterpart of `fast_method` in dist2/c10d. */
 
 #include "keys.h"
 
 static PyObject *name_run, *name_run_p2p, *name_dst, *name_src;
 
-/* The kinds of positional arguments, and how each kind is sorted: `Pattern` in dist2/c10d/fast_methods.py. */
+/* The kinds of positional arguments, and how each kind is sorted: `Pattern` in dist2/c10d. */
 enum { NOTHING, IN_PLACE, FROM_ROOT, TO_ROOT, OUT_AND_IN, LIST_AT_ROOT, LIST_OF_ROOT, TO_PEER, FROM_PEER, PATTERNS };
 
 /* The number of arguments, and the index of the rank among them. */

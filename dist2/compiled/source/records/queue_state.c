@@ -1,5 +1,4 @@
-/* `QueueState`, the counterpart of dist2/operation/queue_state.py, and `GroupState`, that of
-   dist2/operation/state.py. */
+/* `QueueState` and `GroupState`, the counterparts of `PythonQueueState` and `PythonGroupState` in dist2/operation. */
 
 #include "records.h"
 

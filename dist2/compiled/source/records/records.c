@@ -1,6 +1,6 @@
 /* Records of operations: made when they begin, passed to instruments. Everything in this extension has an equivalent
-   Python counterpart; those of this file are in dist2/operation/record.py and dist2/operation/instruments.py. All of
-   it relies on the interpreter lock: a function that calls no Python code is atomic for all threads. */
+   Python counterpart; those of this file are `PythonRecord` and `python_tell` in dist2/operation. All of it relies on the
+   interpreter lock: a function that calls no Python code is atomic for all threads. */
 
 #include "records.h"
 

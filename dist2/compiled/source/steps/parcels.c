@@ -264,7 +264,7 @@ int
 see_off(Rail *self, long last, const Rails *rails)
 {
     int yields = 0;
-    if (self->out < 0) { /* the queue of messages is in Python */
+    if (self->out < 0) { /* Python has the unfinished messages */
         return 1;
     }
     while (self->first < self->last && self->queue[self->first].number <= last) {

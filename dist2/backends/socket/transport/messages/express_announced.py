@@ -126,7 +126,7 @@ class AnnouncedSend(SocketSend):
 
         Returns:
             True if the kernel has it; False, with nothing done, if another transfer is in progress; the send
-                to wait for if the receiver does not accept it in a moment.
+            to wait for if the receiver does not accept it in a moment.
         """
         poller = self._fabric.poller
         poller.glance()
