@@ -376,7 +376,7 @@ def test_a_breach_of_an_arrow_is_seen(why: str, name: str, source: str) -> None:
 
 
 def test_every_arrow_binds_somebody() -> None:
-    """A pattern with a spelling mistake would never find a thing."""
+    """A misspelt pattern would never match a module."""
     idle = [arrow.why for arrow in ARROWS if not any(matches(name, arrow.sources) for name in SOURCE)]
     assert not idle
 

@@ -79,7 +79,7 @@ def test_a_group_has_all_of_dist2(tenant: Tenant) -> None:
 
 @pytest.mark.parametrize("kind", ["compiled", "duck"])
 def test_late_and_aborted_operations_end(kind: str) -> None:
-    """Also where the object notices first that time is up: the one in Python waits at the store."""
+    """Also if the object is the first to notice the timeout: the one in Python waits at the store."""
     tenant = Tenant(kind, kind, bitwise=False)
 
     def body(pg: ProcessGroup) -> None:

@@ -269,7 +269,7 @@ def test_a_hundred_operations_at_once(tenant: Tenant) -> None:
 
 
 def test_a_callback_may_wait_for_what_it_calls(tenant: Tenant) -> None:
-    """It is called by a thread that has the group's turn, and gives it away then."""
+    """A thread that has the group's turn calls the callback, and then releases the turn."""
 
     def body(pg: ProcessGroup) -> None:
         def ones() -> torch.Tensor:

@@ -133,7 +133,7 @@ def test_ranks_lend_what_is_for_their_host_or_none_do(
 
 @pytest.mark.parametrize(("src", "wrong"), [(1, 0), (1, 7), (1, LONG + 1), (2, 7), (2, LONG + 1)])
 def test_sizes_that_do_not_agree_are_told_on_all_hosts(src: int, wrong: int) -> None:
-    """Rank 0 wants another number of elements than one has for it, beside it or on the other host."""
+    """Rank 0 expects another number of elements than a rank sends, on its own host or on the other."""
 
     def body(pg: ProcessGroup) -> None:
         sent, received = [LONG] * 4, [LONG] * 4

@@ -152,7 +152,7 @@ def public_methods(kind: type, own: str = "dist2") -> set[str]:
 
 
 def test_every_method_is_tried() -> None:
-    """A new one has to be entered above; `note_server` and `refused` are for dist2's own use."""
+    """New methods must be entered above; `note_server` and `refused` are for dist2's own use."""
     assert public_methods(ProcessGroup) - set(GROUP_CALLS) == set()
     assert public_methods(Work) - set(WORK_CALLS) == set()
     assert public_methods(Store) - set(STORE_CALLS) <= {"barrier", "note_server", "refused"}

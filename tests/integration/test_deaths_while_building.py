@@ -175,7 +175,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def test_a_death_while_ranks_meet_is_told(url: str) -> None:
-    """One signs in and dies, while another has yet to come."""
+    """One rank registers and dies, while another has yet to come."""
     ended = ends(meet, url, ("wait", "/go"))
     victim = ended.pop(VICTIM)
     for each in ended:

@@ -206,7 +206,7 @@ def test_functional_messages(run: Run) -> None:
 
 
 def test_every_function_is_tried() -> None:
-    """A new one has to be entered above."""
+    """New functions must be entered above."""
     found = {
         name
         for name, each in vars(functional).items()

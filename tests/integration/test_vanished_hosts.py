@@ -152,7 +152,7 @@ def _ask(pipe: Connection, port: int, first: str) -> None:
 
 
 def test_a_store_whose_host_vanishes_is_lost_in_the_time_set(hosts: tuple[str, str]) -> None:
-    """Whether its client waits by then, or asks only later."""
+    """Both if its client waits by then, and if it sends a request only later."""
     with running_on(hosts[0], _serve, DIST2_HEARTBEAT="2") as server, ExitStack() as stack:
         port = said_by(server)
         clients = [

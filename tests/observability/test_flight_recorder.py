@@ -252,7 +252,7 @@ def test_the_analyser_names_the_rank_that_did_not_send(job: NewJob) -> None:
 
 
 def test_rings_that_wrapped_at_different_points_are_aligned(job: NewJob) -> None:
-    """Rank 0 sends ten times as much as rank 2, so that its ring reaches back less far."""
+    """Rank 0 sends ten times as many messages as rank 2, so its ring holds a shorter time."""
     ranks = job(3, capacity=64)
     for _ in range(40):
         for group in ranks.groups:

@@ -151,7 +151,7 @@ def test_the_first_rank_says_where_it_is(token: str | None, capfd: pytest.Captur
 
 
 def test_ranks_that_never_answer_are_told_apart() -> None:
-    """Of four ranks one never starts a control plane, one has closed it, one speaks another version."""
+    """Of four ranks one never starts a control plane, one has closed it, and one has another version."""
     stage = Stage(4)
     jobs: list[Any] = []
 

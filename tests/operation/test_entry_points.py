@@ -226,7 +226,7 @@ def public_names(of: type) -> set[str]:
 
 
 def test_every_public_method_is_known() -> None:
-    """A new one belongs in a table of this module."""
+    """New methods must be entered in a table of this module."""
     assert public_names(ProcessGroup) == {*OPERATIONS, *WITH_A_PEER, *NO_OPERATIONS}
     functions = {name for name in legacy.__all__ if isinstance(getattr(legacy, name), FunctionType)}
     assert functions == {*LEGACY_OPERATIONS, *LEGACY_WITH_A_PEER, *LEGACY_NO_OPERATIONS}
@@ -375,7 +375,7 @@ ENDS: dict[str, Call] = {
 
 @pytest.mark.parametrize("name", ENDS)
 def test_a_group_that_is_closed_between_operations_is_closed_here(name: str) -> None:
-    """An unmarked function would have it done on another thread, and `shutdown` wait for nothing."""
+    """An unmarked function would run on another thread, and `shutdown` would wait for nothing."""
     closed = Closed()
     remove = dist2.add_instrument(closed)
     try:

@@ -350,7 +350,7 @@ def test_a_tensor_that_has_changed_is_read_anew(change: str) -> None:
 @c_alone
 @pytest.mark.parametrize("shape", [(), (0,), (4,), (2, 2), (1, 1, 1, 1, 4), (1, 1, 1, 1, 1, 1, 4)])
 def test_what_is_kept_of_a_tensor_is_what_torch_says(shape: tuple[int, ...]) -> None:
-    """Of those with many dimensions, whose shape is elsewhere, too."""
+    """Also for tensors with many dimensions, with a shape outside of the C++ half."""
     made, _ = marked(compiled.records.find_marks(plans_module.samples()))
     kept: dict[tuple[torch.dtype, int], Plan] = {}
     tensors = [torch.ones(shape, dtype=dtype) for dtype in (torch.float32, torch.int32, torch.float16)] * 2

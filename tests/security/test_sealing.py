@@ -151,7 +151,7 @@ class Meddler(HashStore):
 
 
 def test_a_strangers_card_is_not_met(node_of: Callable[..., Node]) -> None:
-    """It names its own process, on this very host, whose memory could be mapped."""
+    """The card names its own process, on this host, with memory that could be mapped."""
     stranger = Node(config=Config())
     try:
         card = stranger.card.to_json().encode()

@@ -147,7 +147,7 @@ def test_torchs_client_is_refused_by_a_server_with_a_secret(master: dist2.TCPSto
 
 
 def test_an_impostor_learns_nothing_and_is_found_out(settings: Setter) -> None:
-    """A server that does not know the secret answers as well as it can; the client says nothing to it."""
+    """A server without the secret answers as well as it can; the client sends it nothing more."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         heard = bytearray()
 
@@ -194,7 +194,7 @@ def test_a_recorded_handshake_opens_nothing_a_second_time(master: dist2.TCPStore
 
 
 def test_nothing_is_read_before_the_handshake(master: dist2.TCPStore) -> None:
-    """Queries right behind a handshake that fails are never carried out."""
+    """Requests behind a failed handshake are never executed."""
     caller = Caller(Secret(b"a wrong secret, but long"), Plane.STORE, "job", "", "")
     with socket.create_connection(("127.0.0.1", master.port), timeout=5) as sock:
         sock.sendall(caller.opener)

@@ -112,7 +112,7 @@ def test_members_exchange_messages_of_all_sizes(
 
 
 def test_many_messages_one_way_arrive_in_order(make: Callable[..., World], credentials: Credentials) -> None:
-    """Also those that are queued before the link is open."""
+    """Messages that were queued before the link was open arrive in order, too."""
     first, second = make(credentials, credentials).endpoints
     sizes = [7, 5000, EAGER_BYTES, 1, LONG, 100] * 10
 
@@ -134,7 +134,7 @@ def test_many_messages_one_way_arrive_in_order(make: Callable[..., World], crede
 def test_a_member_that_computes_is_waited_for(
     make: Callable[..., World], credentials: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A handshake that one side leaves alone for long is ended by the other, and begun anew."""
+    """A handshake without an answer for long is closed by the other side, and started again."""
     monkeypatch.setattr(acceptor, "HANDSHAKE_S", 0.05)
     pair = make(credentials, credentials)
     first, second = pair.endpoints
@@ -249,7 +249,7 @@ def test_certificates_of_different_authorities_do_not_meet(
 def test_a_caller_whose_certificate_is_not_taken_learns_it(
     make: Callable[..., World], tmp_path: Path
 ) -> None:
-    """It trusts the listener, but the listener does not trust it."""
+    """The caller trusts the listener, but the listener does not trust the caller."""
     authority = trustme.CA()
     ours = tls_of(tmp_path / "ours", authority)
     theirs = tls_of(tmp_path / "theirs")
@@ -385,7 +385,7 @@ def test_strangers_get_no_further(fabric: Fabric, says: Callable[[Card], bytes],
 
 
 def test_no_frame_counts_before_the_handshake(make: Callable[..., World]) -> None:
-    """Frames right behind a handshake that fails are never looked at: not even a death is believed."""
+    """Frames behind a failed handshake are never read: not even a report of a death counts."""
     pair = make(KNOWS, KNOWS)
     fabric = pair.fabrics[0]
     caller = Caller(OTHER, Plane.DATA, "job", pair.cards[1].fabric_id, fabric.card.fabric_id)

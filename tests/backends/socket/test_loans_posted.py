@@ -184,7 +184,7 @@ def test_where_reading_is_refused_the_message_comes_through_the_ring(
 
 
 def test_what_was_read_of_a_process_that_has_ended_goes_to_nobody(sides: tuple[Side, Receiver]) -> None:
-    """Its number may be another process's by then: here it is that of this one."""
+    """A process id may belong to another process by then: in this test to the own one."""
     one, two = sides
     link = two.side.endpoint._fabric.ringed_from(two.side.endpoint._mailbox.fabric_ids[0])
     assert link is not None

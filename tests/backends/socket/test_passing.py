@@ -146,7 +146,7 @@ def test_either_way_may_be_refused_at_any_time(seed: int, monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("without_rails")
 def test_what_is_read_may_stop_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Headers and payloads that are only half here when patience ends."""
+    """Headers and payloads may have come by half when the wait ends."""
     dice = random.Random(3)
     read = express_socket_long.read_whole
 

@@ -153,7 +153,7 @@ def test_scripts_do_not_wait_for_what_was_received_before_its_step(
 
 
 def test_what_a_script_received_last_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of that member may come for long, and it has that much less to send meanwhile."""
+    """Otherwise that member would lack this credit until it sends again."""
     opening, closing, owed = Rails.open, rails._Track.close, list[int]()
 
     def late(self: Rails, seq: int, early: Mapping[int, int]) -> bool:
@@ -184,7 +184,7 @@ def test_ranks_with_and_without_scripts_that_send_work_together(monkeypatch: pyt
 
 
 def test_messages_of_others_have_their_turn(left: list[Left]) -> None:
-    """Messages that a thread sends over the same links while scripts use them."""
+    """A thread sends messages over links that scripts use."""
     count, ends = 30, [threading.Event() for _ in range(4)]
 
     def body(pg: ProcessGroup) -> None:

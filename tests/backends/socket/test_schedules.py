@@ -83,7 +83,7 @@ def test_every_root_works(algorithm: Algorithm) -> None:
 
 @pytest.mark.parametrize("first", FLAT, ids=name_of)
 def test_operations_that_use_the_slots_in_turn_do_not_race(first: Algorithm) -> None:
-    """The slot of the first is used again by the third: the second must keep them apart."""
+    """The third operation reuses the slot of the first: the second must separate them."""
     for second, third in itertools.product(FLAT, FLAT):
         machine = Machine(3, slot=50)
         for algorithm, size in ((first, 2), (second, 1), (third, 4), (first, 0), (second, 14)):
@@ -271,7 +271,7 @@ def test_what_folds_goes_one_way(family: OpKind) -> None:
     ("family", "hurries"), [(OpKind.BROADCAST, 2), (OpKind.GATHER, 1), (OpKind.SCATTER, 2)]
 )
 def test_who_has_lent_must_wait_for_those_that_use_it(family: OpKind, hurries: int) -> None:
-    """At the last fence."""
+    """The wait is at the last fence."""
     lending = algorithm_named(family, "single_copy")
     counts = (31,) if family is OpKind.BROADCAST else (31,) * 4
     requests = [Request(family, 4, counts, root=2, slot_bytes=999)] * 4

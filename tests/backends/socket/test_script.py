@@ -192,7 +192,7 @@ def test_both_ways_move_the_same_bytes(members: Members, nbytes: int, backwards:
 
 
 def test_what_was_read_of_a_process_that_has_ended_stops_the_script(members: Members) -> None:
-    """Its number may be another process's by then: here it is that of this one."""
+    """A process id may belong to another process by then: in this test to the own one."""
     child = subprocess.Popen(["sleep", "60"])
     pidfd = os.pidfd_open(child.pid)
     source, result = torch.ones(100), torch.zeros(100)
@@ -258,7 +258,7 @@ def test_what_is_stored_tells_where_the_tensors_of_the_call_lie(members: Members
 
 
 def test_a_script_finds_what_others_lend_where_it_is_at_the_time(members: Members) -> None:
-    """Also where it goes on behind a step that Python has done, and where memory is mapped elsewhere."""
+    """Also after a step that Python has done, and with memory mapped at another address."""
     page, result = torch.zeros(24, dtype=torch.uint8), torch.zeros(4)
     look = finding(nothing, page.data_ptr(), b"ordinary", 1, 2, -64)
     copies = [copying(nothing, (0, 0), (2, 0), 8), Bound(nothing), copying(nothing, (0, 8), (1, 8), 8)]
@@ -287,7 +287,7 @@ def test_a_script_knows_shared_tensors_from_ordinary_ones(members: Members) -> N
 
 
 def test_what_one_notes_the_other_sees_behind_the_fence(members: Members) -> None:
-    """For both parities of fences, between a board whose steps are in C and one in Python."""
+    """For both parities of fences, between a board with steps in C and one with steps in Python."""
     mine, theirs = members.boards
     theirs.meeting.look_up()
     for turn in range(4):
@@ -303,7 +303,7 @@ def test_what_one_notes_the_other_sees_behind_the_fence(members: Members) -> Non
 
 
 def test_what_concerns_nobody_else_is_copied_behind_the_arrival(members: Members) -> None:
-    """The copy is made when the script comes to the fence, and not left out when it has to wait."""
+    """The copy is made at the arrival at the fence, also if the script then has to wait."""
     mine, theirs = members.boards
     theirs.meeting.look_up()
     for turn in range(20):
@@ -323,7 +323,7 @@ def test_what_concerns_nobody_else_is_copied_behind_the_arrival(members: Members
 def test_long_copies_of_what_is_the_callers_move_the_same_bytes(
     members: Members, nbytes: int, backwards: bool
 ) -> None:
-    """They go past the caches, in lines and pages: wherever they begin and end."""
+    """They go past the caches, in lines and pages, for any begin and end."""
     guard = 64
     for to, start in ((0, 0), (3, 8), (61, 1)):
         source = torch.randint(1, 255, (nbytes + guard,), dtype=torch.uint8)
