@@ -83,7 +83,7 @@ def test_every_root_works(algorithm: Algorithm) -> None:
 
 @pytest.mark.parametrize("first", FLAT, ids=name_of)
 def test_operations_that_use_the_slots_in_turn_do_not_race(first: Algorithm) -> None:
-    """The third operation reuses the slot of the first: the second must separate them."""
+    """The slot of the first is used again by the third: the second must keep them apart."""
     for second, third in itertools.product(FLAT, FLAT):
         machine = Machine(3, slot=50)
         for algorithm, size in ((first, 2), (second, 1), (third, 4), (first, 0), (second, 14)):
