@@ -213,8 +213,8 @@ class Script:
     """Steps with their addresses bound: `dist2.backends.socket.script.Script`.
 
     A place is ``(tensor, offset)``: so many bytes into a tensor of the call, the inputs counted before the
-    outputs; ``(-1, address)``; or ``(-2, address)``, plus the begin of the piece that was claimed last. If a
-    third number follows, the address counts from the begin of that rank's region.
+    outputs; ``(-1, address)``; or ``(-2, address)``, plus the start of the piece that was claimed last. If a
+    third number follows, the address counts from the start of that rank's region.
 
     Args:
         arrivals: For its fences.

@@ -17,7 +17,7 @@ from dist2.operation.signature import Operation
 class CrossingExchange(CrossingProgram):
     """A plan of an `all_to_all` that exposes memory, prepared for one signature.
 
-    A rank exposes only the parts for other ranks of its host, and publishes begin and end of each: so a
+    A rank exposes only the parts for other ranks of its host, and publishes start and end of each: so a
     reader with another size detects it. From other hosts the messages show it.
 
     Args:

@@ -323,7 +323,7 @@ def test_what_concerns_nobody_else_is_copied_behind_the_arrival(members: Members
 def test_long_copies_of_what_is_the_callers_move_the_same_bytes(
     members: Members, nbytes: int, backwards: bool
 ) -> None:
-    """They go past the caches, in lines and pages, for any begin and end."""
+    """They go past the caches, in lines and pages, for any start and end."""
     guard = 64
     for to, start in ((0, 0), (3, 8), (61, 1)):
         source = torch.randint(1, 255, (nbytes + guard,), dtype=torch.uint8)

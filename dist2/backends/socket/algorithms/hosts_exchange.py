@@ -32,7 +32,7 @@ from dist2.backends.socket.algorithms.spans import (
 )
 
 MOST_BESIDE = 16
-"""Most ranks of a host: the table of exposed memory has room for begin and end of so many parts."""
+"""Most ranks of a host: the table of exposed memory has room for start and end of so many parts."""
 MOST_PIECES = 4
 """Longer parts are not cut: they are announced, and sent on request, so that no credit delays them."""
 

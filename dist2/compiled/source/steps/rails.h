@@ -23,7 +23,7 @@ typedef struct {
     long long used, owed, limit, reported, cost;
     char template[FRAME_BYTES]; /* of a frame that reports credit, */
     char credit[FRAME_BYTES];   /* the credit report that is being written, */
-    size_t credit_done;         /* and how many bytes of it are; FRAME_BYTES: there is none */
+    size_t credit_done;         /* and how many of its bytes are; FRAME_BYTES: no report */
     Outgoing *queue;
     size_t first, last, room;
     char staged[FRAME_BYTES]; /* the incoming header, */

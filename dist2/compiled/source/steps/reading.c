@@ -4,7 +4,7 @@
 
 #include <string.h>
 
-/* Return the begin of a member's region, where its control words are; NULL with an exception. */
+/* Return the start of a member's region, where its control words are; NULL with an exception. */
 static Word *
 region_of(const Arrivals *arrivals, long rank)
 {

@@ -16,7 +16,7 @@ enum {
    exposes. An address may also be in the region of a member. */
 enum { FIXED = -1, PIECE = -2 };
 typedef struct {
-    Py_ssize_t tensor; /* FIXED: `at` is the address; PIECE: plus the begin of the claimed piece */
+    Py_ssize_t tensor; /* FIXED: `at` is the address; PIECE: plus the start of the claimed piece */
     uint64_t at;
 } Place;
 
