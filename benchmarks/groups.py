@@ -3,12 +3,12 @@
     python benchmarks/groups.py                      # 4 ranks, 1,000 groups
     python benchmarks/groups.py --groups 200
 
-Both sides are measured up to the end of the first collective, as a group that has not moved anything may
-not have connected yet. Rounds take turns; what is reported is the median over rounds of the slowest rank, and
-between what the middle half of them lies: where ranks share cores, it is much to which comes first.
+Both sides are measured up to the end of the first collective, because a group that has moved no data may not
+have connected yet. Rounds alternate. The report has the median over rounds of the slowest rank, and the
+quartiles: if ranks share cores, the times depend on which rank runs first.
 
-Ranks come from a collective of the referee, one after the other, as in programs; with ``--together`` they
-sleep until a moment at which all want the cores.
+Ranks come from a collective of the reference side, one after the other, as in programs; with ``--together``
+they sleep until a moment at which all compete for the cores.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What do collectives on a GPU cost through dist2, and through torch's own NCCL group?
+"""Cost of collectives on a GPU through dist2, and through torch's own NCCL group.
 
     python benchmarks/nccl.py                # on a machine with a GPU; `make gpu-bench`
 

@@ -64,7 +64,7 @@ class Account:
 
 
 class Rank:
-    """A member of the group, whichever that is by now.
+    """A member of the current group.
 
     Args:
         setting: Of the run.

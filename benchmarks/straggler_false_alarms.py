@@ -1,4 +1,4 @@
-"""False alarms of the watch for stragglers: a job without late ranks, beside whatever the machine does.
+"""False alarms of the watch for stragglers: a job without late ranks, beside any other load of the machine.
 
     python benchmarks/straggler_false_alarms.py                          # an hour, 4 ranks
     python benchmarks/straggler_false_alarms.py --seconds 600 --ranks 8
@@ -49,7 +49,7 @@ class Job:
 
 
 class Alarms(logging.Handler):
-    """Keeps what the watch says: since when, which rank, the load of the machine."""
+    """Records the alarms of the watch: start, rank, and load of the machine."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -68,7 +68,7 @@ class Alarms(logging.Handler):
 
 
 def run(job: Job, rank: int, store_path: str) -> dict[str, Any]:
-    """Take part in the job; return what the watch said in this process, and what it judged."""
+    """Take part in the job; return the alarms of the watch in this process, and its judgements."""
     torch.set_num_threads(1)
     alarms = Alarms()
     logging.getLogger("dist2.stragglers").addHandler(alarms)

@@ -176,7 +176,7 @@ def start(
 ) -> BaseProcess:
     """Start a rank; forked from a process that has imported everything, so that it starts fast."""
     context = multiprocessing.get_context("forkserver")
-    # The last of these is what every optimizer imports at its first step.
+    # Every optimizer imports the last of these at its first step.
     context.set_forkserver_preload(["dist2", "sklearn.datasets", "torch._dynamo"])
     process = context.Process(target=be_rank, args=(port, rank, steps, dies_at, newcomer), daemon=True)
     process.start()

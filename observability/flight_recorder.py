@@ -233,25 +233,56 @@ class FlightRecorder:
     # Readings
 
     def operations(self) -> list[Operation]:
-        """Return the records of all ranks of this process, about in the order of their calls."""
+        """Return the records of all ranks of this process, about in the order of their calls.
+
+        Examples:
+            >>> recorder = observability.FlightRecorder(100)
+            >>> remove = dist2.add_instrument(recorder)
+            >>> pg.barrier()
+            >>> remove()
+            >>> {operation.signature.kind.value for operation in recorder.operations()}
+            {'barrier'}
+        """
         with self._lock:
             return list(self._ring)
 
     def open_groups(self) -> list[GroupInfo]:
-        """Return the groups that are open, in the order they are known."""
+        """Return the groups that are open, in the order they are known.
+
+        Examples:
+            >>> recorder = observability.FlightRecorder(100)
+            >>> recorder.group_opened(pg)
+            >>> recorder.open_groups() == [pg.info]
+            True
+        """
         with self._lock:
             return list(self._groups)
 
     def ranks(self) -> list[int]:
-        """Return the ranks of the job that this process has, or had, groups of."""
+        """Return the ranks of the job that this process has, or had, groups of.
+
+        Examples:
+            >>> recorder = observability.FlightRecorder(100)
+            >>> recorder.group_opened(pg)
+            >>> recorder.ranks() == [pg.rank()]
+            True
+        """
         with self._lock:
             groups = {*self._groups, *(each.signature.group for each in self._ring)}
         return sorted({global_rank(info) for info in groups})
 
     def recording(self, rank: int | None = None) -> Recording:
-        """Return the records of a rank of the job; by default, of the first group that is known.
+        """Return the records of a rank of the job.
 
-        Only a process with ranks as threads has more than one.
+        Args:
+            rank: The rank in the job; by default that of the first known group. Only a process with ranks as
+                threads has more than one.
+
+        Examples:
+            >>> recorder = observability.FlightRecorder(100)
+            >>> recorder.group_opened(pg)
+            >>> recorder.recording(pg.rank()).groups == (pg.info,)
+            True
         """
         taken_ns = time.monotonic_ns()
         epoch_offset_ns = time.time_ns() - taken_ns
@@ -276,7 +307,19 @@ class FlightRecorder:
         )
 
     def dump(self, path: str | Path, *, rank: int | None = None, format: Format = "pickle") -> Path:
-        """Write the records; see `dump_flight_recorder`."""
+        """Write the records to a file; see `dump_flight_recorder`.
+
+        Args:
+            path: The file; ``{rank}`` in it stands for the rank in the job.
+            rank: The rank in the job, as for `recording`.
+            format: ``"pickle"``, which ``torchfrtrace`` reads, or ``"json"``.
+
+        Examples:
+            >>> recorder = observability.FlightRecorder(100)
+            >>> recorder.group_opened(pg)
+            >>> recorder.dump(tempfile.mkdtemp() + "/flight_{rank}").name == f"flight_{pg.rank()}"
+            True
+        """
         recording = self.recording(rank)
         return write_whole(path, recording.rank, encode(recording, format))
 

@@ -278,11 +278,25 @@ class Metrics:
     # Readings
 
     def in_flight(self) -> list[Operation]:
-        """Return the operations that have begun and not ended, oldest first."""
+        """Return the operations that have begun and not ended, oldest first.
+
+        Examples:
+            >>> observability.Metrics().in_flight()
+            []
+        """
         return sorted(self._in_flight.copy(), key=lambda operation: operation.created_ns)
 
     def series(self) -> list[Series]:
-        """Return every series as it is now, in the order of their labels."""
+        """Return every series as it is now, in the order of their labels.
+
+        Examples:
+            >>> metrics = observability.Metrics()
+            >>> remove = dist2.add_instrument(metrics)
+            >>> pg.barrier()
+            >>> remove()
+            >>> {series.key.op for series in metrics.series()}
+            {'barrier'}
+        """
         with self._lock:
             self._sort_in()
             series = [pair for some in self._series.values() for pair in some.items()]
@@ -302,7 +316,16 @@ class Metrics:
         return found
 
     def errors(self) -> dict[ErrorKey, int]:
-        """Return how many operations failed, by (op, group, backend, rank, type of error)."""
+        """Return how many operations failed, by (op, group, backend, rank, type of error).
+
+        Examples:
+            >>> metrics = observability.Metrics()
+            >>> remove = dist2.add_instrument(metrics)
+            >>> pg.barrier()
+            >>> remove()
+            >>> metrics.errors()
+            {}
+        """
         with self._lock:
             return dict(self._errors)
 
@@ -311,6 +334,11 @@ class Metrics:
 
         Args:
             groups: The open groups.
+
+        Examples:
+            >>> metrics = observability.Metrics()
+            >>> list(metrics.waited([pg])) == [metrics.group_key(pg.info)]
+            True
         """
         with self._lock:
             waited = Counter(self._waited)
@@ -320,12 +348,28 @@ class Metrics:
         return dict(waited)
 
     def group_key(self, info: GroupInfo) -> GroupKey:
-        """Return the labels of samples of a group."""
+        """Return the labels of a group's samples: group, backend, rank in the job.
+
+        Args:
+            info: The group, as `ProcessGroup.info` has it.
+
+        Examples:
+            >>> observability.Metrics().group_key(pg.info) == (pg.info.name, pg.info.backend, pg.rank())
+            True
+        """
         with self._lock:
             return self._group_key(info)
 
     def label_of(self, info: GroupInfo) -> str:
-        """Return the label that a group's series bear."""
+        """Return the label of a group in its series: its name, or one label for all groups beyond a limit.
+
+        Args:
+            info: The group, as `ProcessGroup.info` has it.
+
+        Examples:
+            >>> observability.Metrics().label_of(pg.info) == pg.info.name
+            True
+        """
         with self._lock:
             return self._label_of(info)
 

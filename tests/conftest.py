@@ -1,4 +1,4 @@
-"""How all tests begin, and what tests of several folders need."""
+"""The start of all tests, and fixtures for tests of several folders."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from support import time_limits
 from dist2 import compiled
 
 MAPPED_BYTES = 2 << 40
-"""Where tests have mapped this much more since the last collection, what they have left is collected."""
+"""Address space that tests may map between two garbage collections."""
 SLOW_S = 0.03
-"""Where a full collection takes so long, what it has looked through is taken out of the collector's way."""
+"""If a full collection takes so long, the objects that it has examined are excluded from later ones."""
 
 
 @attrs.define
@@ -43,7 +43,8 @@ class Collections:
             self.is_slow = True
 
     def collect(self) -> None:
-        """Collect garbage between tests; what stays is not looked through again if that took long."""
+        """Collect garbage between tests; if that took long, surviving objects are excluded from later
+        collections."""
         gc.collect()
         if self.is_slow:
             gc.freeze()
@@ -60,21 +61,21 @@ def mapped_bytes() -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Repeat tests that were late, and take Ctrl-C.
+    """Repeat tests that were late, and handle Ctrl-C.
 
-    Also in the background, where Ctrl-C is ignored: what tests start would ignore it as well.
+    Also in the background, where Ctrl-C is ignored: child processes of tests would inherit that.
     """
     config.pluginmanager.register(time_limits)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_sessionstart() -> None:
-    """Say what is said once a process before any test looks at what is logged."""
+    """Log the once-per-process messages before any test examines the log."""
     compiled.tell_remedy()
 
 
 def pytest_collection_finish() -> None:
-    """Keep what was imported and collected, which all tests need, out of the garbage collector's way."""
+    """Exclude imported and collected objects, which all tests need, from garbage collections."""
     collections.collect()
 
 
@@ -85,10 +86,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_logfinish() -> None:
-    """Unmap what tests have closed before it piles up.
+    """Unmap the shared memory of ended tests before it piles up.
 
-    Ranks that are threads have a node each, which reserves 40 GiB of address space, though it uses a few
-    pages. Nodes and groups refer to each other, so that all stays mapped until the garbage collector comes.
+    Each rank that is a thread has a node, which reserves 40 GiB of address space, though it uses a few pages.
+    Nodes and groups refer to each other, so that all stays mapped until the next garbage collection.
     """
     if collections.is_slow or mapped_bytes() > collections.mapped_bytes + MAPPED_BYTES:
         collections.collect()
@@ -96,7 +97,7 @@ def pytest_runtest_logfinish() -> None:
 
 @pytest.fixture
 def descriptors() -> Iterator[None]:
-    """Allow this process what the strangers of a test need."""
+    """Allow this process the descriptors that a test's connections need."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 8192)), hard))
     yield

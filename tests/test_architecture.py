@@ -134,7 +134,7 @@ class Arrow:
     Attributes:
         why: The promise, in words.
         sources: Patterns of module names it binds.
-        forbidden: Patterns of what these may not import.
+        forbidden: Patterns of modules that these may not import.
         allowed: Exceptions from ``forbidden``.
         exempt: Patterns of module names it does not bind after all.
         types_too: Whether imports that are only for type checkers count as well.
@@ -376,7 +376,7 @@ def test_a_breach_of_an_arrow_is_seen(why: str, name: str, source: str) -> None:
 
 
 def test_every_arrow_binds_somebody() -> None:
-    """A pattern with a spelling mistake would never find a thing."""
+    """A misspelt pattern would never match a module."""
     idle = [arrow.why for arrow in ARROWS if not any(matches(name, arrow.sources) for name in SOURCE)]
     assert not idle
 
@@ -613,7 +613,7 @@ STATEFUL_CALLS |= {"WeakSet", "WeakValueDictionary", "WeakKeyDictionary", "Event
 
 
 def module_state(module: Module) -> list[str]:
-    """Return the names of a module that hold what can change: containers that are written to, and globals."""
+    """Return a module's names with mutable state: containers that are written to, and globals."""
     bound = dict(_module_assignments(module.tree))
     found = {name for name, value in bound.items() if _is_stateful_call(value)}
     for node in ast.walk(module.tree):

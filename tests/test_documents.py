@@ -26,7 +26,7 @@ PLACED = re.compile(r"`(\w+)` in (compiled/[\w/]+\.[ch])")
 C_COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 WORD = re.compile(r"\w+")
 OF_OTHERS = {"AsyncCollectiveTensor", "DeviceMesh", "SSLSocket", "histogram_quantile", "vectorcall"}
-"""What the source names that is neither ours nor called by it."""
+"""Names in the source that belong to other projects, and that it does not call."""
 PYTHON_BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
@@ -101,7 +101,7 @@ def code_and_prose(path: Path, text: str) -> tuple[set[str], str]:
 
 
 def unknown_names(sources: dict[Path, str]) -> Iterator[tuple[str, str]]:
-    """Yield what comments and docstrings name in backticks that nothing in the code is called, by file."""
+    """Yield names in backticks, in comments and docstrings, that the code does not contain, by file."""
     read = {path: code_and_prose(path, text) for path, text in sources.items()}
     known = OF_OTHERS.union(*(words for words, _ in read.values()))
     known |= {part for path in read for part in (*path.parts, path.stem)}
@@ -112,7 +112,7 @@ def unknown_names(sources: dict[Path, str]) -> Iterator[tuple[str, str]]:
 
 
 def sources_of_the_library() -> dict[Path, str]:
-    """Return the text of what is in Python and in C, by path."""
+    """Return the text of the Python and C sources, by path."""
     paths = [path for name in ("dist2", "observability") for path in (ROOT / name).rglob("*.*")]
     return {path: path.read_text() for path in paths if path.suffix in (".py", ".pyi", ".c", ".h")}
 

@@ -100,7 +100,7 @@ def test_a_thread_that_was_late_does_not_excuse_another() -> None:
         together(lambda: fail(LATE), lambda: fail(WRONG))
 
 
-# What pytest does with them
+# Limits under pytest
 
 BODY = """
 import pytest

@@ -1,4 +1,4 @@
-"""Messages inside a host in C: rings, and the short way through them as one call."""
+"""Messages inside a host in C: rings, and the short path through them as one call."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,35 +15,35 @@ from dist2.backends.socket.transport.messages.transfer import Receiving
 from dist2.operation.signature import Operation
 
 class End(PythonEnd):
-    """The counterpart of `links.ring.PythonEnd`: what `Express` knows of a ring."""
+    """The counterpart of `links.ring.PythonEnd`: the end of a ring that `Express` uses."""
 
 class Express:
     """The counterpart of `ExpressSend` and `ExpressReceive`, for the messages of a lot.
 
     Args:
-        fabric: Of this process.
-        mailbox: Of the group.
-        rank: Of the other side, in the group.
-        fingerprint: Of the operation.
-        header: Of the frames.
-        key: By which the mailbox knows the messages,
-        key_of_any: and receives that take them from any.
+        fabric: This process's fabric.
+        mailbox: The group's mailbox.
+        rank: Group rank of the other side.
+        fingerprint: The operation's fingerprint.
+        header: The header of the frames.
+        key: The mailbox's key of the messages,
+        key_of_any: and of receives from any source.
         nbytes: Length of the payload.
-        cost: What a message takes of the sender's credit,
-        credit: which is this in all,
-        reported: and what is received before the sender is told.
+        cost: Credit that a message costs the sender,
+        credit: of this total,
+        reported: and the received bytes after which a report is sent.
         spins: How often to look before yielding the core,
-        lone_spins: and if that is 0, once nobody else was found to want the core.
-        taken: Header of the frames that say that a long message was read,
-        received: and of those that say how much was received.
-        whole: The short way of the same messages where they are not lent, though long.
+        lone_spins: and if that is 0, while no other process needs the core.
+        taken: Header of the frames that report the read of a long message,
+        received: and of those that report received bytes.
+        whole: The short path of the same messages sent whole, not lent, though long.
 
     Attributes:
-        partings: How often it slept so as to come to a core that whom it waits for is not on.
-        unused_yields: How many of its yields in a row, up to some, gave nobody else the core.
+        partings: How often it slept to get a core other than the awaited process's.
+        unused_yields: Consecutive yields, up to a limit, in which no other thread ran.
 
     Raises:
-        TypeError, ValueError, AttributeError: An argument is not what it is to be.
+        TypeError, ValueError, AttributeError: An argument is invalid.
     """
 
     partings: int
@@ -77,13 +77,13 @@ class Express:
     ) -> None: ...
 
 class Carrier:
-    """Runs the sends or the receives of one signature, whose tensors are plain.
+    """Runs the sends or the receives of one signature, with plain tensors.
 
     Args:
-        messenger: Of the group.
-        express: The short way of the messages.
+        messenger: The group's messenger.
+        express: The short path of the messages.
         sends: Whether it sends them.
-        otherwise: The long way.
+        otherwise: The long path.
     """
 
     def __init__(

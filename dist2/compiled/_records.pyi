@@ -23,7 +23,7 @@ class Record(PythonRecord):
     The garbage collector knows it once it has an error: nothing else in it can lead back to it.
 
     Attributes:
-        places: Where C has written down where the tensors of the call lie: an address, or 0.
+        places: The address at which C keeps the addresses of the call's tensors, or 0.
     """
 
     places: int
@@ -36,42 +36,43 @@ def tell(
     """Call each of ``told`` with an operation.
 
     Args:
-        told: What to call, in order.
+        told: The callables, in order.
         operation: Their argument.
-        failed: Given what raised, and the exception, if that is an `Exception`; the others are called then.
+        failed: Called with a callable that raised, and its exception, if that is an `Exception`; the others
+            are still called.
 
     Raises:
-        BaseException: What is no `Exception` is raised on, and what ``failed`` raises.
+        BaseException: Any that is no `Exception`, and exceptions of ``failed``.
     """
 
 def adopt(work_type: type, prepare: Callable[[Any], None], /) -> bool:
-    """Have a `OperationRunner` return objects of a type, the only one of the process.
+    """Set the type of the objects that an `OperationRunner` returns, the only one of the process.
 
-    Those that nobody has any more are used again, unless C++ code has their other half.
+    Objects without references are reused, unless C++ code refers to their C++ half.
 
     Args:
         work_type: `dist2.operation.work.Work`, which has slots and no dictionary.
         prepare: Called with a new object in place of its constructor.
 
     Returns:
-        Whether they are used again: not where it cannot be seen who has their other half.
+        Whether they are reused: not if references to their C++ half cannot be counted.
 
     Raises:
         TypeError: It lacks a slot; or another type was adopted before.
     """
 
 def find_marks(samples: tuple[tuple[Tensor, int, int, bool, int, int], ...], /) -> tuple[int, int, int, int]:
-    """Find where tensors have their marks: a word of bits by which torch tells what they are.
+    """Find the marks of tensors: a bit set in which torch keeps their properties.
 
     Args:
-        samples: Tensors, each with the address of its other half, its marks, whether it is plain, the
-            address of its storage, and that of its values. Others than plain ones must be among them.
+        samples: Tensors, each with the address of its C++ half, its marks, whether it is plain, the address
+            of its storage, and that of its values. Some must not be plain.
 
     Returns:
-        Where an object has the address of its other half, where that has the marks, and all marks that the
-        plain ones have, which is 0 if there is not exactly one place for each, or what is not plain has no
-        mark that says so. And where that half has the address of the storage; 0 if it is not known, or the
-        address of the values is not where a storage has it.
+        The offset in an object of the address of its C++ half, the offset of the marks in that half, and all
+        marks of plain tensors; these are 0 if there is not exactly one offset for each, or if no mark
+        distinguishes a sample that is not plain. And the offset in that half of the storage's address; 0
+        if it is not known, or if a storage does not have the address of the values at the known offset.
     """
 
 class Counters:
@@ -87,10 +88,11 @@ class Counting(Generic[_Operation]):
     """Counts operations that ended: `observability.metrics.Metrics.operation_finished` in C.
 
     Args:
-        in_flight: Operations are taken out of it.
-        by_signature: What to count in. A signature that is not there gets new `Counters`.
-        rare: Called with operations that failed, and with new signatures where there are many already.
-        fresh: Gets signatures with their new counters, for whoever gives them labels.
+        in_flight: Operations are removed from it.
+        by_signature: The counters. A new signature gets new `Counters`.
+        rare: Called with operations that failed, and with operations of new signatures if there are many
+            already.
+        fresh: Gets signatures with their new counters, which have no labels yet.
     """
 
     def __init__(
@@ -117,8 +119,8 @@ class Tallying(Generic[_Operation]):
 
     Args:
         kinds: Values of `signature.kind` that are messages.
-        by_signature: What to count them in.
-        rare: Called with operations that failed, and with messages that it has no `Tally` for.
+        by_signature: The tallies.
+        rare: Called with operations that failed, and with messages without a `Tally`.
     """
 
     def __init__(
@@ -142,11 +144,12 @@ class Plans(PythonPlans):
     """The counterpart of `dist2.operation.plan_cache.PythonPlans`, for tensors that are plain.
 
     Args:
-        others: Plans of calls with tensors that are not.
+        others: Plans of calls with other tensors.
         api: The capsule ``__dlpack_c_exchange_api__`` of torch's tensors: DLPack 1.x.
-        tensor_types: Types of tensors that say what they are; what is of another goes to ``others``.
-        is_negated: Says of a tensor whether it is lazily negated.
-        marks: What `find_marks` returned. Of tensors with the marks of plain ones it is not asked.
+        tensor_types: Types of tensors without hidden properties; tensors of other types go to ``others``.
+        is_negated: Tells whether a tensor is lazily negated.
+        marks: The result of `find_marks`. For tensors with the marks of plain ones ``is_negated`` is not
+            called.
 
     Raises:
         ValueError: The capsule has another version, or cannot read tensors.
@@ -162,7 +165,7 @@ class Plans(PythonPlans):
     ) -> None: ...
 
 class AsyncCall:
-    """An asynchronous collective: what its Work waits on, its helper, and a job of the lane."""
+    """An asynchronous collective: the completion and helper of its Work, and a job of the queue."""
 
     def __call__(self, until_ns: int = ..., /) -> BaseException | None: ...
     def done(self) -> bool: ...
@@ -176,23 +179,23 @@ class OperationRunner:
     """The course of a group's operations: `dist2.operation.runner.OperationRunner.run` and `run_p2p`.
 
     Args:
-        group: Its counterpart in Python, asked to ``_fail_inline``, ``_tell_hooks``, ``release``, ``_work``
-            where that is called for.
-        otherwise: Called in place of `run` where a call is asynchronous, is in a batch, finds others inside
-            or queued, or is refused.
-        otherwise_beside: Called in place of `run_beside` where a call is in a batch or is refused.
-        state: What the group may do.
+        group: Its counterpart in Python, for ``_fail_inline``, ``_tell_hooks``, ``release`` and ``_work``.
+        otherwise: Called in place of `run` if a call is asynchronous, is in a batch, finds others inside or
+            queued, or is refused.
+        otherwise_beside: Called in place of `run_beside` if a call is in a batch or is refused.
+        state: The group's fault, hooks and timeout.
         queue: Its queue.
-        dispatch: Has the instruments to tell.
-        operation_type: What records are.
-        seconds: Says how many seconds the limit is that a call names.
-        here: Code in files whose names begin so, or with one of them, did not call; None to note nobody.
-        plans: Those of the group.
-        rank: Of the caller in it.
+        dispatch: Has the instruments.
+        operation_type: The type of records.
+        seconds: Converts the timeout of a call to seconds.
+        here: Code in files with names that begin so, or with one of them, is not the caller; None: callers
+            are not recorded.
+        plans: The group's plans.
+        rank: The caller's rank in it.
 
     Attributes:
-        issuing: What it takes to queue asynchronous collectives, which are left to `otherwise` before it is
-            set, once: the Works in flight, what to call when the lane was left, what makes a `Completion`.
+        issuing: Needed to queue asynchronous collectives, which `otherwise` runs until it is set, once: the
+            Works in flight, the function to call when the queue was left, the type `Completion`.
     """
 
     here: str | tuple[str, ...] | None
@@ -233,11 +236,11 @@ class OperationRunner:
         """Run or issue a point-to-point operation."""
 
 class C10dOverload:
-    """A method whose name c10d has too: `dist2.c10d.methods._shared`.
+    """A method with a name that c10d uses too: `dist2.c10d.methods._shared`.
 
     Args:
-        modern: Called with what it is called with, unless that is spelled as c10d does it.
-        decoded: Called then.
+        modern: Called with the same arguments, unless they have c10d's form.
+        decoded: Called if they have.
         options: Types of c10d's options: one of these among the positional arguments makes it c10d's.
         keywords: So does one of these keywords,
         list_at: and a list or tuple as this positional argument; -1: none.
@@ -258,9 +261,9 @@ class FastMethod:
     """A method in C for calls as they are mostly spelled: `dist2.c10d.fast_methods.fast_method`.
 
     Args:
-        otherwise: Called with everything else.
+        otherwise: Called for all other calls.
         pattern: See `dist2.c10d.fast_methods.Pattern`.
-        kind: By which plans are looked for, with
+        kind: Part of the keys of plans, with
         agreed: this, unless the pattern says otherwise.
         async_op: Whether calls are asynchronous.
     """

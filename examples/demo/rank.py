@@ -96,7 +96,7 @@ def train(epochs: int) -> Result:
     steps = epochs * steps_an_epoch(images, pg.size())
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, momentum=0.9)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps)
-    pg.barrier()  # ranks start at different times; what follows is the training alone
+    pg.barrier()  # ranks start at different times; from here on the time is that of the training alone
     start = time.perf_counter()
     waiting_s: list[float] = []
 

@@ -1,4 +1,4 @@
-"""Several worlds: actors play, the learner learns, and groups of different ranks carry what each needs.
+"""Several worlds: actors play, a learner trains, and groups of different ranks carry the data between them.
 
 Rank 0 learns; all others act. Actors sum up their rewards in a group of their own, the first of them sends
 the sums to the learner in a group of two, and the learner gives its new policy to all.

@@ -84,16 +84,35 @@ class Server:
 
     @property
     def page_url(self) -> str:
-        """The link to the live page, for a browser. It contains the token: keep it private."""
+        """The link to the live page, for a browser. It contains the token: keep it private.
+
+        Examples:
+            >>> with observability.start(pg, announce=False) as server:
+            ...     print(server.page_url == f"{server.url}/?token={server.token}")
+            True
+        """
         return f"{self.url}/?token={self.token}"
 
     @property
     def closed(self) -> bool:
-        """Whether it has stopped."""
+        """Whether it has stopped.
+
+        Examples:
+            >>> with observability.start(pg, announce=False) as server:
+            ...     print(server.closed)
+            False
+        """
         return not self._serving.is_alive()
 
     def close(self) -> None:
-        """Stop listening, close its connections and end its thread. Idempotent."""
+        """Stop listening, close its connections and end its thread. Idempotent.
+
+        Examples:
+            >>> server = observability.start(pg, announce=False)
+            >>> server.close()
+            >>> server.closed
+            True
+        """
         _running.discard(self)
         self._performance.stop()
         self._member.close()
@@ -113,6 +132,10 @@ class Server:
         Raises:
             InvalidUsageError: ``MASTER_ADDR`` and ``MASTER_PORT`` are not set.
             StoreError: The store there cannot be reached.
+
+        Examples:
+            >>> with observability.start(pg, announce=False) as server:
+            ...     server.offer_to_torch()  # doctest: +SKIP
         """
         from observability.server.handlers import offer_to_torch
 

@@ -21,8 +21,8 @@ Choose = Callable[[int], int]
 class World:
     """Ranks that agree, with a queue of letters from each to each.
 
-    A rank that dies may have sent any part of its letters. What it sent arrives, in order, before or
-    after others are told of its death.
+    A rank that dies may have sent any part of its control messages. These arrive, in order, before or after
+    others learn of its death.
     """
 
     def __init__(self, world_size: int, flags: list[int]) -> None:
@@ -60,11 +60,11 @@ class World:
         self.untold = {news for news in self.untold if news[1] not in self.dead}
 
     def queued(self, rank: int) -> list[int]:
-        """Return how many letters of a rank are under way to each rank."""
+        """Return the number of control messages of a rank in flight to each rank."""
         return [len(self.wires.get((rank, other), ())) for other in range(len(self.ranks))]
 
     def moves(self) -> list[Callable[[], None]]:
-        """Return what may happen next, besides deaths."""
+        """Return the possible next events, besides deaths."""
         wires = [wire for wire, queue in sorted(self.wires.items()) if queue and wire[1] not in self.dead]
         return [
             *((lambda rank=rank: self.propose(rank)) for rank in sorted(self.unborn)),
@@ -171,7 +171,7 @@ def test_every_schedule_ends_in_one_answer(world_size: int, deaths: int) -> None
 
 
 def run(world: World, pick: Choose, deaths: int) -> World:
-    """Play one schedule: ``pick`` chooses what happens, and who dies when."""
+    """Play one schedule: ``pick`` chooses the next event, and which rank dies when."""
     while moves := world.moves():
         alive = [rank for rank in range(len(world.ranks)) if rank not in world.dead]
         if deaths and len(alive) > 1 and pick(4) == 0:
@@ -194,7 +194,8 @@ def test_survivors_agree_whoever_dies_and_when(data: st.DataObject, world_size: 
 
 
 def test_a_rank_that_voted_anew_takes_no_older_decision() -> None:
-    """Rank 0 decided and told rank 3 only; the letter is late, and rank 3 has voted for rank 1 meanwhile."""
+    """Rank 0 decided and sent it to rank 3 only; the message is late, and rank 3 has voted for rank 1
+    meanwhile."""
     third = Consensus(3, 4)
     third.propose(0b11, ())
     third.leave_out(0)

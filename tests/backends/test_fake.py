@@ -83,7 +83,7 @@ def test_shapes_alone_are_enough() -> None:
 
 
 def test_nobody_is_waited_for() -> None:
-    """Any rank of any world can be played, with a store or without."""
+    """A process can be any rank of any world, with a store or without."""
     with dist2.new_group("fake", 0.5, store=HashStore(), rank=999, world_size=1000) as pg:
         assert (pg.rank(), pg.size()) == (999, 1000)
         part = pg.split([998, 999])

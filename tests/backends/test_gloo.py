@@ -116,7 +116,8 @@ def on_both(ranks: list[Rank], body: Callable[[Rank], Any]) -> list[Any]:
 
 @pytest.mark.parametrize(("dtype", "kind"), CARRIERS, ids=str)
 def test_every_carrier_computes_what_torch_would(dtype: torch.dtype, kind: Any) -> None:
-    """Load two contributions, combine them as the library would, unload: as if done in the dtype itself."""
+    """Load two contributions, combine them as the library would, unload: equal to the operation in the dtype
+    itself."""
     generator = torch.Generator().manual_seed(7)
     top = 2 if dtype is torch.bool else 256
     raw = torch.randint(0, top, (2, 32), generator=generator, dtype=torch.uint8)
@@ -256,7 +257,7 @@ def test_messages_do_not_wait_for_collectives(pair: list[Rank]) -> None:
 
 
 def test_many_receives_wait_at_once(pair: list[Rank]) -> None:
-    """No wait stands behind another: they complete in the order of the sends."""
+    """No receive waits behind another: they complete in the order of the sends."""
     first, second = pair
     buffers = [torch.zeros(1) for _ in range(8)]
     waiting = [second.start(OpKind.RECV, (), [b], peer=0, tag=tag) for tag, b in enumerate(buffers)]
@@ -345,7 +346,8 @@ def test_shutdown_finishes_what_was_issued(pair: list[Rank]) -> None:
 
 
 def test_a_forgotten_group_is_closed_by_a_thread_of_ours() -> None:
-    """The last reference to torch's object must not go on one of its own threads: that would abort us."""
+    """The last reference to torch's object must not be dropped on one of its own threads: the process would
+    abort."""
     before = set(threading.enumerate())
     store = HashStore()
 
@@ -414,7 +416,7 @@ def test_a_call_that_was_broken_off_may_still_end() -> None:
 
 
 def test_what_comes_after_an_abort_is_left_alone(pair: list[Rank]) -> None:
-    """The tensor is strided, so that what Gloo received would have to be copied to it."""
+    """The tensor is strided, so that the data that Gloo received would have to be copied to it."""
     first, second = pair
     strided = torch.zeros(3, 4)[:, 1]
     pending = first.start(OpKind.RECV, (), [strided], peer=1, timeout_s=5)

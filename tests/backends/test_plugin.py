@@ -80,7 +80,7 @@ def test_a_group_has_all_of_dist2(tenant: Tenant) -> None:
 
 @pytest.mark.parametrize("kind", ["compiled", "duck"])
 def test_late_and_aborted_operations_end(kind: str) -> None:
-    """Also where the object notices first that time is up: the one in Python waits at the store."""
+    """Also if the object is the first to notice the timeout: the one in Python waits at the store."""
     tenant = Tenant(kind, kind, bitwise=False)
 
     def body(pg: ProcessGroup) -> None:
@@ -138,7 +138,8 @@ def test_outputs_that_are_not_contiguous_stay_as_they_are_where_the_object_fails
 
 @pytest.fixture
 def creator() -> Iterator[list[Any]]:
-    """Yield what a backend "strange" returns; it is registered as long as the test."""
+    """Yield the list that holds the result of a backend "strange", which is registered for the time of the
+    test."""
     made: list[Any] = [None]
     TorchBackend.register_backend("strange", lambda *arguments: made[0], devices=["cpu"])
     yield made

@@ -90,7 +90,7 @@ def test_a_backend_of_the_users_has_every_operation() -> None:
     pg.all_reduce(t, async_op=True).wait()
     assert torch.equal(t, torch.full((3,), 2.0))
     whole = torch.zeros(3)
-    pg.all_gather_single(whole, t)  # what it lacks is built from what it has
+    pg.all_gather_single(whole, t)  # missing operations are composed of those that it has
     assert torch.equal(whole, t)
     pg.reduce_scatter_single(whole, t)
     assert torch.equal(whole, t * 2)

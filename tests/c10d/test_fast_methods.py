@@ -1,4 +1,4 @@
-"""Calls as they are mostly spelled run without Python code, and mean what the methods in Python mean."""
+"""Calls of the most common form run without Python code, with the same results as the Python methods."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ needs_c = pytest.mark.skipif(records is None, reason="dist2 was built without it
 
 
 def calls(pg: ProcessGroup) -> dict[str, Callable[[], torch.Tensor]]:
-    """Every operation as it is mostly spelled; each returns what it wrote."""
+    """Every operation in its most common form; each returns the tensor that it wrote."""
     rank, size = pg.rank(), pg.size()
 
     def run(name: str, *args: object, out: torch.Tensor) -> torch.Tensor:

@@ -46,8 +46,8 @@ class Op:
     """One operation in the modern spelling and in c10d's.
 
     Attributes:
-        modern: Runs it and returns what it wrote.
-        spellings: By what they try: each runs one c10d call and returns its Work and what it wrote.
+        modern: Runs it and returns its outputs.
+        spellings: By name: each runs one c10d call and returns its Work and its outputs.
         options: The type of its options; each spelling gets options of it.
     """
 

@@ -175,7 +175,7 @@ def test_an_algorithm_computes_what_the_oracle_does(algorithm: Algorithm, world_
 def test_calls_of_several_blocks_are_repeated_on_other_tensors(
     algorithm: Algorithm, dtype: torch.dtype
 ) -> None:
-    """The first call makes what the others run."""
+    """The first call prepares the plan of the others."""
     lengths = (70_001, 70_001, 3 * 65_536, 70_001, 3 * 65_536)
 
     def body(pg: ProcessGroup) -> None:
@@ -196,7 +196,7 @@ def on_hosts(algorithm: Algorithm) -> Tenant:
 @pytest.mark.parametrize("hosts", [False, True], ids=["one host", "two hosts"])
 @pytest.mark.parametrize("family", REDUCING, ids=lambda family: family.value)
 def test_ordered_algorithms_give_the_same_bits(family: OpKind, hosts: bool) -> None:
-    """Whichever runs, floats add up in rank order: on every rank, by every transport.
+    """Every ordered algorithm adds floats in rank order: on every rank, by every transport.
 
     On several hosts with several ranks each they add up by host, and then the hosts.
     """
@@ -265,7 +265,9 @@ def test_unordered_algorithms_refuse_floats_until_told_otherwise(algorithm: Algo
 
 def test_an_unknown_algorithm_is_refused_with_those_there_are() -> None:
     def body(pg: ProcessGroup) -> None:
-        with pytest.raises(InvalidUsageError, match="algorithm='magic' is unknown for all_reduce; fit are: "):
+        with pytest.raises(
+            InvalidUsageError, match="algorithm='magic' is unknown for all_reduce; suitable: "
+        ):
             pg.all_reduce(torch.ones(3))
 
     run_ranks(2, body, attrs.evolve(INPROC, options={**INPROC.options, "algorithm": "magic"}))

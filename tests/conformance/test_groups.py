@@ -235,7 +235,7 @@ def test_threads_use_their_groups_at_once(tenant: Tenant) -> None:
 
 
 def test_threads_of_a_rank_share_one_group(tenant: Tenant) -> None:
-    """Equal calls from several threads of a rank pair up, whichever comes first."""
+    """Equal calls from several threads of a rank pair up, in any order of arrival."""
 
     def body(pg: ProcessGroup) -> None:
         def use() -> None:
@@ -269,7 +269,7 @@ def test_a_hundred_operations_at_once(tenant: Tenant) -> None:
 
 
 def test_a_callback_may_wait_for_what_it_calls(tenant: Tenant) -> None:
-    """It is called by a thread that has the group's turn, and gives it away then."""
+    """A thread that has the group's turn calls the callback, and then releases the turn."""
 
     def body(pg: ProcessGroup) -> None:
         def ones() -> torch.Tensor:

@@ -122,7 +122,7 @@ def test_ranks_of_all_hosts_lend_their_tensors_or_none_do(
 
 @pytest.mark.parametrize("late", range(4))
 def test_memory_that_was_lent_is_its_callers_when_an_operation_fails(late: int) -> None:
-    """One rank comes when the others have given up: it must use nothing of theirs."""
+    """One rank comes after the others have given up: it must use none of their memory."""
     gave_up = threading.Barrier(4)
 
     def body(pg: ProcessGroup) -> None:
@@ -145,7 +145,7 @@ def test_memory_that_was_lent_is_its_callers_when_an_operation_fails(late: int) 
 
 
 def test_what_a_rank_reads_of_one_that_has_given_up_goes_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank gives up, and its caller goes on, while the other one of its host reads its tensor."""
+    """A rank gives up, and its caller continues, while the other rank of its host reads its tensor."""
     lent, back = threading.Event(), threading.Event()
     borrow = Borrowing.borrow
     calls = itertools.count()

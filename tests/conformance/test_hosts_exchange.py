@@ -89,7 +89,7 @@ def test_parts_that_are_too_long_to_be_cut() -> None:
 def test_more_pieces_than_credit_covers(
     tenant: Tenant, opens: str, awaits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for who waits, wherever scripts stop and Python goes on."""
+    """No rank waits for a waiting rank, at any point where scripts stop and Python continues."""
     monkeypatch.setattr(hosts_exchange, "MOST_PIECES", 64)
     opening, dice, add = Rails.open, random.Random(7), Itinerary.add
 
@@ -133,7 +133,7 @@ def test_ranks_lend_what_is_for_their_host_or_none_do(
 
 @pytest.mark.parametrize(("src", "wrong"), [(1, 0), (1, 7), (1, LONG + 1), (2, 7), (2, LONG + 1)])
 def test_sizes_that_do_not_agree_are_told_on_all_hosts(src: int, wrong: int) -> None:
-    """Rank 0 wants another number of elements than one has for it, beside it or on the other host."""
+    """Rank 0 expects another number of elements than a rank sends, on its own host or on the other."""
 
     def body(pg: ProcessGroup) -> None:
         sent, received = [LONG] * 4, [LONG] * 4
@@ -143,7 +143,7 @@ def test_sizes_that_do_not_agree_are_told_on_all_hosts(src: int, wrong: int) -> 
         exchange(pg, evenly)
         with pytest.raises(MismatchError) as caught:
             pg.all_to_all_single(output, torch.zeros(4 * LONG, dtype=torch.int32), received, sent)
-            pg.barrier()  # who had all of its part by then is told here
+            pg.barrier()  # a rank that had all of its part by then gets the error here
         if pg.rank() == 0 and src == 1:
             assert f"rank 1 sends {LONG} elements to rank 0 that expects {wrong}" in str(caught.value)
             assert caught.value.actual == {1: f"{LONG} elements"}

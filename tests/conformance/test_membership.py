@@ -67,7 +67,7 @@ def test_ranks_that_closed_the_group_are_left_out(tenant: Tenant) -> None:
         group.barrier()
         if pg.rank() == 1:
             group.shutdown()
-            pg.barrier()  # it waits in another group: nobody reads its links
+            pg.barrier()  # it waits in another group: no thread reads its links
             return None
         agreed = group.agree(0b111 - pg.rank())
         left = group.shrink()
@@ -290,5 +290,5 @@ def test_parts_of_a_job_merge_to_its_order(tenant: Tenant) -> None:
         assert total.item() == 3
         return merged.rank(), merged.global_rank()
 
-    # Parts of one job: by global rank. Who comes back as a job of its own is last: see test_merging.
+    # Parts of one job: by global rank. A rank that returns as a job of its own is last: see test_merging.
     assert run_ranks(3, body, tenant) == [(0, 0), (1, 1), (2, 2)]

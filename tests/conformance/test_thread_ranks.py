@@ -1,7 +1,7 @@
 """Ranks that are threads of one process, by `new_group` alone: cases beside the other conformance tests.
 
-Those run their ranks as threads, too, with what each transport has to do for one group. Here are the default
-transport, many groups one after the other, long tensors, and groups of which a process has several ranks.
+Those run their ranks as threads, too, with one group for each transport. The cases here are the default
+transport, many groups one after the other, long tensors, and groups with several ranks in a process.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def total(pg: ProcessGroup, numel: int = 8) -> set[float]:
 @transports
 @pytest.mark.parametrize("world_size", [2, 8])
 def test_everything_in_one_group(transport: str, world_size: int) -> None:
-    """Twenty groups one after the other: it was wrong each time."""
+    """Twenty groups one after the other: a former version was wrong each time."""
 
     def body(pg: ProcessGroup) -> None:
         right, left = (pg.rank() + 1) % world_size, (pg.rank() - 1) % world_size
@@ -96,7 +96,7 @@ def test_failures_are_told_as_between_processes(transport: str) -> None:
 
 
 def test_a_thread_that_ends_without_a_word_is_waited_for() -> None:
-    """Its group stays open, and another thread may go on with it: its rank is not dead."""
+    """Its group stays open, and another thread may continue with it: the rank is not dead."""
     left: list[ProcessGroup] = []
 
     def stay(pg: ProcessGroup) -> None:
@@ -118,7 +118,7 @@ def test_a_thread_that_ends_without_a_word_is_waited_for() -> None:
 
 
 def test_groups_in_any_order_use_the_same_nodes() -> None:
-    """Each thread has the node that it had: links are shared, and handles stay as they are."""
+    """Each thread keeps its node: links are shared, and handles stay the same."""
     stores = [HashStore() for _ in range(6)]
 
     def rank(number: int) -> list[str]:
@@ -137,7 +137,7 @@ def test_groups_in_any_order_use_the_same_nodes() -> None:
 
 @transports
 def test_one_rank_groups_of_threads_merge(transport: str) -> None:
-    """They were built apart, so that all have the same node."""
+    """They were built separately, so that all have the same node."""
     store = HashStore()
 
     def rank(number: int) -> None:
@@ -177,7 +177,7 @@ def test_a_group_of_threads_is_reconfigured() -> None:
 
 @transports
 def test_an_address_of_ones_own_is_refused(transport: str) -> None:
-    """Also by the rank whose own it is not."""
+    """Also by the rank that does not own it."""
     node, other, store = Node(), Node(), HashStore()
 
     def build(number: int, node: Node) -> ProcessGroup:
@@ -216,7 +216,7 @@ def test_wherever_they_meet(way: str, tmp_path: Path) -> None:
 
 
 def test_names_stand_for_no_rank_or_each_threads_own() -> None:
-    """A name in torch's table would stand for one of the ranks only, whichever calls."""
+    """A name in torch's table would stand for one of the ranks only, for any calling rank."""
 
     def by_name(pg: ProcessGroup) -> float:
         mine = torch.full((2,), pg.rank() + 1.0)
@@ -243,7 +243,7 @@ def test_names_stand_for_no_rank_or_each_threads_own() -> None:
 
 
 def test_many_ranks_need_little_address_space() -> None:
-    """Each maps the memory of all others: the process maps it once."""
+    """The memory of a rank is mapped once in the process, not once for each other rank."""
 
     def body(pg: ProcessGroup) -> int:
         assert total(pg) == {300.0}

@@ -2,9 +2,9 @@
 
     PYTHONPATH=tests python -m drill --ranks 2 4 8
 
-In each cell one rank is killed, and every survivor must be told who, within a second, twice; agree with the
-others on it, and go on in a smaller group. Prints for each operation the longest time from a death to the
-error on a survivor, and exits with 1 if a cell went otherwise.
+In each cell one rank is killed. Every survivor must get an error that names it, within a second, twice, agree
+with the others on it, and continue in a smaller group. Prints for each operation the longest time from a
+death to the error on a survivor, and exits with 1 if a cell failed.
 """
 
 from __future__ import annotations

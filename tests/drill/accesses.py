@@ -1,7 +1,7 @@
-"""A rank is stopped right before it reaches into the memory of another, whose call raises meanwhile.
+"""A rank is stopped right before it accesses another rank's memory, whose call raises meanwhile.
 
-Then that memory is its caller's again. Whatever the stopped rank does once it goes on, it changes nothing
-there, and what it reads there does not pass for a result.
+Then that memory belongs to its caller again. The stopped rank, once it continues, writes nothing there, and
+does not return the bytes that it reads there as a result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from drill.tracing import Stopper
 NUMEL = 1 << 17
 WARM_UPS = 3
 REUSED = -2.0
-"""What callers put into their tensors once their call has raised."""
+"""The value that callers write to their tensors after their call has raised."""
 
 Access = Callable[[ProcessGroup, torch.Tensor, torch.Tensor], None]
 
@@ -92,9 +92,9 @@ class AccessCell:
 
     Attributes:
         operation: A key of `ACCESSES`.
-        victim: Who is stopped.
-        moment: Before which of its accesses.
-        roles: How many ranks there are.
+        victim: The stopped rank.
+        moment: Number of the access before which it is stopped.
+        roles: Number of ranks.
         timeout_s: Limit of an operation.
     """
 

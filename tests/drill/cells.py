@@ -23,8 +23,8 @@ class FaultCell:
         operation: A key of `OPERATIONS`.
         phase: ``before``, ``during`` or ``between``.
         fault: A key of `FAULTS`.
-        victim: Who fails.
-        roles: How many ranks there are.
+        victim: The failing rank.
+        roles: Number of ranks.
         timeout_s: Limit of an operation.
     """
 
@@ -52,7 +52,7 @@ class FaultCell:
 
 @attrs.frozen
 class StoryCell:
-    """Something happens to who is in the group.
+    """A change of the group's membership.
 
     Attributes:
         name: A key of `STORIES`.
@@ -83,10 +83,10 @@ Cell = FaultCell | StoryCell | AccessCell
 
 @attrs.frozen
 class Performance:
-    """A cell over one transport: what a crew performs.
+    """A cell over one transport: the task of a crew.
 
     Attributes:
-        cell: Which.
+        cell: The cell.
         transport: ``tcp`` or ``shm``.
         path: File of the store.
     """
@@ -96,7 +96,7 @@ class Performance:
     path: Path
 
     def perform(self, role: int, note: Note) -> float | None:
-        """Play one role, and check that nothing of it is kept; return when it was told of the fault."""
+        """Play one role, and check that it leaves nothing open; return when it got the error."""
         before = holdings()
         store = dist2.FileStore(str(self.path), self.cell.roles)
         stage = Stage(role, self.transport, self.cell.timeout_s, self.path, note, store)
@@ -175,7 +175,8 @@ FAULT_CELLS = (
     FaultCell("send_recv", "during", "revoke", victim=0),
     FaultCell("monitored_barrier", "before", "sigkill", victim=0),
     FaultCell("monitored_barrier", "during", "sigkill"),
-    # Many ranks: those who do not talk to the dead one, and those who have issued and not waited yet.
+    # Many ranks: some that exchange no messages with the dead one, and some that have issued and not waited
+    # yet.
     FaultCell("pairs", "before", "sigkill", victim=3, roles=4),
     FaultCell("pairs", "during", "sigkill", victim=6, roles=8),
     FaultCell("async_pairs", "during", "sigkill", victim=5, roles=8),

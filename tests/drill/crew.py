@@ -1,4 +1,4 @@
-"""`Crew`: real processes that play ranks, kept from cell to cell; those that a cell kills are replaced."""
+"""`Crew`: real processes that play ranks, kept from cell to cell; killed ones are replaced."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.time_limits import Verdict, verdict
 STACKS_S = 2.0
 
 Note = Callable[[str], None]
-"""Says what a rank does, so that a failure can be told."""
+"""Reports the current step of a rank, for the text of a failure."""
 
 
 class Task(Protocol):
@@ -37,10 +37,10 @@ class Told:
 
     Attributes:
         outcome: ``done``, ``died``, ``failed`` or ``stuck``.
-        notes: What it said on the way.
-        text: Why it failed, or where it is stuck.
-        verdict: On that.
-        answer: What it returned.
+        notes: Its reports on the way.
+        text: The reason of its failure, or its stack if it is stuck.
+        verdict: The judgement of that failure.
+        answer: Its return value.
     """
 
     outcome: str = "stuck"
@@ -99,7 +99,7 @@ class Crew:
 
 
 def _listen(pipes: dict[Connection, Told], deadline: float) -> None:
-    """Take down what comes until all have ended or the time has passed."""
+    """Record reports until all roles have ended or the time has passed."""
     while pipes:
         ready = wait(list(pipes), max(0.0, deadline - time.monotonic()))
         if not ready:
@@ -157,7 +157,7 @@ class _Member:
 def _serve(pipe: Connection, stacks: Path) -> None:
     """Perform tasks until the other end is closed or this process dies."""
     torch.set_num_threads(1)
-    gc.freeze()  # what was imported is not looked through after each task
+    gc.freeze()  # the collector then skips imported objects after each task
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file)
         pipe.send("ready")
@@ -176,7 +176,7 @@ def _performed(pipe: Connection, task: Task, role: int) -> tuple[str, str]:
             role, lambda text: pipe.send(("note", f"{time.monotonic() - start:6.3f} s  {text}"))
         )
         pipe.send(("answer", answer))
-    except BaseException as error:  # noqa: BLE001 - told to the test
+    except BaseException as error:  # noqa: BLE001 - reported to the test
         pipe.send(("verdict", verdict(error)))
         return "failed", traceback.format_exc()
     return "done", ""

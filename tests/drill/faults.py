@@ -1,4 +1,4 @@
-"""One rank fails at one point of one operation; the others notice in time, are told why, and go on."""
+"""One rank fails at one point of one operation; the others get its reason in time, and continue."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from drill.operations import OPERATIONS, something_else, verify
 from drill.stage import EVENT_S, Stage, others
 
 ROUNDS = 3
-"""How often an operation succeeds before a fault in the midst of them."""
+"""How often an operation succeeds before a fault."""
 
 INSIDE_S = 0.05
 """Callers that said they would call are inside the call by then."""
@@ -59,11 +59,11 @@ class Fault:
     """One way to fail.
 
     Attributes:
-        kind: What the others get.
-        commit: What the failing rank does, on any thread; None: it does not call, or calls something else.
+        kind: The error of the others.
+        commit: Called by the failing rank, on any thread; None: it makes no call, or another one.
         fatal: The process ends.
         member: It goes on with the others afterwards.
-        own_kind: What the failing rank itself gets, if it lives.
+        own_kind: The error of the failing rank itself, if it lives.
     """
 
     kind: type[Dist2Error]
@@ -89,13 +89,13 @@ class Scene:
     """One fault of one rank in one operation, as played by one role.
 
     Attributes:
-        stage: Where.
+        stage: Its stage.
         operation: A key of `OPERATIONS`.
         phase: ``before``: it does not come to the first call, where the others wait; ``during``: inside of
-            one of many calls; ``between``: after some calls, while nobody is inside.
+            one of many calls; ``between``: after some calls, while no rank is in a call.
         name: A key of `FAULTS`.
-        victim: Who fails.
-        world_size: How many ranks there are.
+        victim: The failing rank.
+        world_size: Number of ranks.
     """
 
     stage: Stage
@@ -110,7 +110,7 @@ class Scene:
         return FAULTS[self.name]
 
     def play(self) -> float:
-        """Fail or survive, and go on; return after how many seconds a survivor was told."""
+        """Fail or survive, and continue; return the seconds until a survivor got the error."""
         pg = self.stage.group(self.world_size)
         told_s = (self._fail if self.stage.role == self.victim else self._survive)(pg)
         if self.fault.member or self.stage.role != self.victim:
@@ -119,7 +119,7 @@ class Scene:
             os.kill(self.stage.pid(self.victim), signal.SIGCONT)
         return told_s
 
-    # The one who fails
+    # The failing rank
 
     def _fail(self, pg: ProcessGroup) -> float:
         call = OPERATIONS[self.operation]
@@ -156,7 +156,7 @@ class Scene:
             self.stage.hear(*(f"failed/{rank}" for rank in others(self.victim, self.world_size)))
         self.stage.tell("done")
 
-    # Those who survive
+    # The survivors
 
     def _survive(self, pg: ProcessGroup) -> float:
         call = OPERATIONS[self.operation]
@@ -202,7 +202,7 @@ class Scene:
         if isinstance(error, PeerLostError):
             assert error.ranks == (self.victim,), str(error)
         if isinstance(error, GroupRevokedError):
-            assert error.by in range(self.world_size), str(error)  # who revoked, or who said so
+            assert error.by in range(self.world_size), str(error)  # the revoking rank, or a reporting one
         if isinstance(error, MismatchError):
             assert self.victim in error.actual, str(error)
 

@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 SETTLE_S = 4.0
-"""How long what was used may take to be given back: threads look for work a little longer."""
+"""Time until released resources must be returned: threads poll for jobs a little longer."""
 
 _OURS = ("dist2", "torch")
 """Other programs of this machine come and go in /dev/shm, too."""
@@ -37,7 +37,7 @@ def holdings() -> Counter[str]:
 
 
 def segments() -> set[Path]:
-    """Return what of this machine's shared memory has a name, and may be of programs like this one."""
+    """Return named shared memory of this machine that may belong to programs like this one."""
     return {path for path in Path("/dev/shm").iterdir() if path.name.startswith(_OURS)}
 
 

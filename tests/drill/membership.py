@@ -40,7 +40,7 @@ def _check(stage: Stage, pg: ProcessGroup, *roles: int) -> None:
 
 
 def _merged(stage: Stage, pg: ProcessGroup, name: str, size: int, timeout: float = EVENT_S) -> ProcessGroup:
-    """Return a group merged from this one and those of others who call it the same."""
+    """Return a group merged from this one and those of other callers with the same name."""
     return pg.merge_remote_group(PrefixStore(name, stage.store), size, timeout)
 
 
@@ -110,7 +110,7 @@ def death_during_shrink(stage: Stage) -> None:
 
 
 def death_during_agree(stage: Stage) -> None:
-    """The one that decides dies in the midst of many agreements: the others have the same answers."""
+    """The deciding rank dies during many agreements: the others have the same answers."""
     pg = stage.group(4)
     if stage.role == 0:
         threading.Timer(0.01, kill, [pg]).start()
@@ -181,7 +181,7 @@ def overlapping(stage: Stage) -> None:
 
 
 def split_of_the_broken(stage: Stage) -> None:
-    """After a mismatch nobody is gone: parts of the broken group go on, in any order of ranks."""
+    """After a mismatch no rank is gone: parts of the broken group continue, in any order of ranks."""
     pg = stage.group(4)
     stage.first_error(lambda: (something_else if stage.role == 1 else all_reduce_small)(pg))
     part = pg.split([3, 0]) if stage.role in (0, 3) else pg.split([2, 1])
@@ -258,7 +258,7 @@ def merge_after_split(stage: Stage) -> None:
 
 
 def merge_of_shrunk_halves(stage: Stage) -> None:
-    """Each half of a group loses one; what is left of both becomes one."""
+    """Each half of a group loses one rank; the survivors of both become one group."""
     pg = stage.group(4)
     half = pg.split([0, 1] if stage.role < 2 else [2, 3])
     assert half is not None
@@ -338,7 +338,7 @@ def death_during_merge(stage: Stage) -> None:
 
 
 class _Fatal(PrefixStore):
-    """A part of a store: this process is killed before it sets a key that has a word in it."""
+    """A part of a store: this process is killed before it sets a key that contains a word."""
 
     def __init__(self, stage: Stage, name: str, word: str) -> None:
         super().__init__(name, stage.store)
@@ -359,7 +359,7 @@ class _Fatal(PrefixStore):
 
 
 def death_while_building(victim: int, word: str) -> Plot:
-    """One dies while a group is built; the others are told in time, and build one without it."""
+    """One rank dies while a group is built; the others get the error in time, and build one without it."""
 
     def play(stage: Stage) -> None:
         def build(store: PrefixStore, rank: int, size: int) -> ProcessGroup:

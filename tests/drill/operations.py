@@ -100,7 +100,7 @@ def _send_recv(pg: ProcessGroup, numel: int) -> None:
 
 
 def send_recv(pg: ProcessGroup) -> None:
-    """Pass a tensor around the ring; longer than what may be sent unreceived."""
+    """Pass a tensor around the ring; it is longer than the credit."""
     _send_recv(pg, LARGE // 2)
 
 
@@ -109,7 +109,7 @@ def send_recv_small(pg: ProcessGroup) -> None:
 
 
 def _pairs(pg: ProcessGroup, numel: int, works: Callable[..., None]) -> None:
-    """Ranks 0 and 1, 2 and 3, ... write to each other, and to nobody else."""
+    """Ranks 0 and 1, 2 and 3, ... send to each other only."""
     other = pg.rank() ^ 1
     if other < pg.size():
         theirs = torch.empty(numel)

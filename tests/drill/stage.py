@@ -25,16 +25,16 @@ EVENT_S = 8.0
 
 @attrs.frozen(eq=False)
 class Stage:
-    """Where one role of a cell plays.
+    """The environment of one role of a cell.
 
     Attributes:
-        role: Its number; that of its rank, where it is in the first group.
+        role: Its number, equal to its rank in the first group, if it is a member.
         transport: Option of the groups; ``nccl`` for those of NCCL on host memory.
         timeout_s: Limit of the groups' operations.
         path: The file of the store.
-        note: Says what happens.
+        note: Reports steps.
         store: Shared by all roles.
-        devices: The memory that stands in for a GPU's, where there is one.
+        devices: The memory used in place of a GPU's, if any.
     """
 
     role: int
@@ -84,7 +84,7 @@ class Stage:
         self._write(event, str(number))
 
     def number(self, event: str) -> int:
-        """Wait until something has happened of which a number is told."""
+        """Wait for an event that carries a number; return the number."""
         self.until(self._place(event).exists)
         return int(self._place(event).read_text())
 
@@ -121,7 +121,7 @@ class Stage:
         self.until(lambda: status.read_text().rpartition(")")[2].split()[0] == "T")
 
     def until(self, happened: Callable[[], bool]) -> None:
-        """Wait until something that nobody tells is so."""
+        """Wait until a condition holds that no event announces."""
         deadline = time.monotonic() + EVENT_S
         while not happened():
             assert time.monotonic() < deadline, "it never happened"

@@ -19,10 +19,10 @@ LONGEST_BYTES = 4096
 
 
 def fuzz(name: str, arguments: list[str]) -> None:
-    """Run one target until told to stop, or something is found."""
+    """Run one target until it is stopped, or finds something."""
     import atheris
 
-    logging.disable()  # what is refused is logged
+    logging.disable()  # refused inputs are logged
     with atheris.instrument_imports(include=["dist2"]):
         from fuzzing.targets import TARGETS
     atheris.Setup([sys.argv[0], *arguments], TARGETS[name])
@@ -40,7 +40,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.alone:
         fuzz(options.targets[0], _limits(options.corpus / options.targets[0], options.seconds))
-    from fuzzing.targets import SEEDS, TARGETS  # not earlier: what is fuzzed alone is imported instrumented
+    from fuzzing.targets import SEEDS, TARGETS  # not earlier: `fuzz` imports them instrumented
 
     unknown = [name for name in options.targets if name not in TARGETS]
     if unknown:

@@ -1,7 +1,7 @@
 """Fuzz targets: each takes any bytes, and raises only if a decoder misbehaves.
 
-A decoder may accept, or refuse by its own error; anything else (another exception, memory that grows with
-what was announced, no end) is a finding.
+A decoder may accept, or refuse by its own error; anything else (another exception, memory that grows with an
+announced length, no end) is a finding.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dist2.store.server_core import StoreCore
 Target = Callable[[bytes], None]
 
 SLACK_BYTES = 4 << 20
-"""What a decoder may allocate beside a small multiple of what came."""
+"""Bytes that a decoder may allocate beside a small multiple of its input."""
 MULTIPLE = 64
 
 MOST_FRAMES = 32
@@ -93,7 +93,7 @@ def hello(data: bytes) -> None:
 
 
 def handshakes(data: bytes) -> None:
-    """What either side of a handshake reads; nobody comes through without the secret."""
+    """The input of either side of a handshake; no input passes without the secret."""
     sides = (
         Listener(_SECRET, Plane.DATA, "job", "me"),
         Caller(_SECRET, Plane.DATA, "job", "me", "you"),
@@ -111,7 +111,7 @@ def handshakes(data: bytes) -> None:
 
 
 def _challenged() -> Caller:
-    """Return a caller that is answered by somebody who does not know the secret."""
+    """Return a caller that is answered by a listener with another secret."""
     listener = Listener(Secret(b"another secret than the members'"), Plane.DATA, "job", "you")
     caller = Caller(_SECRET, Plane.DATA, "job", "me", "you")
     caller.feed(listener.feed(caller.opener))
@@ -119,7 +119,7 @@ def _challenged() -> Caller:
 
 
 def cards(data: bytes) -> None:
-    """What members publish in the store, with a seal and without; and what they decide before."""
+    """Records that members publish in the store, sealed and not; and their decisions before."""
     text = data.decode(errors="replace")
     with suppress(WireError):
         NodeCard.from_json(text)
@@ -149,7 +149,7 @@ def store_replies(data: bytes) -> None:
 
 
 def store_server(data: bytes) -> None:
-    """The server's state: two sessions, one of them in good order, share what comes."""
+    """The server's state: two sessions, one of them valid, share the input."""
     core = StoreCore()
     stranger, friend = core.join("stranger"), core.join("friend")
     with suppress(WireError):
@@ -227,7 +227,7 @@ _RECIPE = struct.Struct("<8B")
 
 
 def _plausible(data: bytes) -> Iterator[bytes]:
-    """Yield frames whose fields are near what they should be."""
+    """Yield frames with fields that are almost valid."""
     kinds = tuple(Kind)
     for at in range(0, min(len(data), MOST_FRAMES * _RECIPE.size) - _RECIPE.size + 1, _RECIPE.size):
         kind, flags, context, seq, tag, fingerprint, length, transfer = _RECIPE.unpack_from(data, at)
@@ -269,4 +269,4 @@ SEEDS = [
     b"[" * 100_000,
     b"\xff" * 64,
 ]
-"""Where to start: one of each kind, and what has broken decoders before."""
+"""The initial inputs: one of each kind, and inputs that have broken decoders before."""

@@ -28,7 +28,7 @@ def test_any_bytes_are_taken_or_refused(name: str, data: bytes) -> None:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_lengths_are_not_believed(name: str) -> None:
-    """No decoder allocates the size that a stranger announces."""
+    """No decoder allocates the size that a peer announces."""
     for data in (*SEEDS, b"\x7f" * 200, b"\xdd\xff\xff\xff\xff", b"\x00" * 7 + b"\x7f" + b"\x00" * 100):
         with bounded(data):
             TARGETS[name](data)

@@ -29,7 +29,8 @@ def on_gpu(
 
 
 ROUNDING = {torch.float16: 2e-2, torch.bfloat16: 2e-1}
-"""NCCL adds halves in their precision, in an order of its own: sums near 0 are off by what the parts are."""
+"""NCCL adds halves in their own precision, in an order of its own: the error of a sum near 0 is that of its
+parts."""
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, off: int = 0) -> None:

@@ -156,7 +156,7 @@ def test_a_wrong_argument_raises_before_others_come(wrong: dict[str, Any], words
 def test_who_waits_at_a_store_of_torchs_is_not_complained_of(
     nodes: list[Node], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Its client says on stderr when a wait ends in vain."""
+    """torch's client writes to stderr when a wait fails."""
     native = torch_server()
 
     def build(rank: int) -> ProcessGroup:

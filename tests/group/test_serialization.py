@@ -137,7 +137,7 @@ def test_pickle_only_where_both_sides_say_so() -> None:
     assert decode(data, allow_pickle=True) == Point(3)
     with pytest.raises(InvalidUsageError, match="the object of rank 4 was pickled"):
         decode(data, source=4)
-    assert encode([1], allow_pickle=True)[0] == PLAIN  # what need not be pickled is not
+    assert encode([1], allow_pickle=True)[0] == PLAIN  # objects that need no pickle are not pickled
     with pytest.raises(InvalidUsageError, match="cannot be pickled"):
         encode(lambda: 0, allow_pickle=True)
 

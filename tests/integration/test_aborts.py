@@ -44,7 +44,7 @@ COMES_LATE: dict[str, Callable[[ProcessGroup], object]] = {
 
 
 def _wait_for_the_absent(pg: ProcessGroup, name: str) -> tuple[float, tuple[int, ...]] | None:
-    """Rank 2 does not come, the others wait for it; rank 3 aborts, and is needed by nobody in between."""
+    """Rank 2 does not come, the others wait for it; rank 3 aborts, and no rank needs it meanwhile."""
     pg.barrier()
     start = time.monotonic()
     if pg.rank() == GONE:
@@ -52,7 +52,7 @@ def _wait_for_the_absent(pg: ProcessGroup, name: str) -> tuple[float, tuple[int,
         pg.abort()
         return None
     if pg.rank() == ABSENT:
-        time.sleep(0.5)  # computing: links are looked into now and then, and it is told meanwhile
+        time.sleep(0.5)  # computing: links are read now and then, and the abort arrives meanwhile
         error, _ = caught(PeerLostError, lambda: COMES_LATE.get(name, CALLS[name])(pg))
     else:
         error, _ = caught(PeerLostError, lambda: CALLS[name](pg))
@@ -99,7 +99,7 @@ WAITS: dict[str, Callable[[ProcessGroup], object]] = {
 
 
 def _free_who_waits(pg: ProcessGroup) -> dict[str, float]:
-    """Abort on rank 0 what waits for rank 1, in whatever it waits; return how long each took to be free."""
+    """Abort each call in which rank 0 waits for rank 1; return the time until each was free."""
     took_s = {}
     for name, call in WAITS.items():
         group = pg.split([0, 1], name=name)
@@ -130,7 +130,7 @@ def test_an_abort_frees_whatever_waits_here(transport: str, tmp_path: Path) -> N
 
 
 def _interrupted(pg: ProcessGroup) -> float:
-    """Ctrl-C on rank 1: it has aborted the group, though nobody says so."""
+    """Ctrl-C on rank 1: it has aborted the group without a call of `abort`."""
     pg.barrier()
 
     def call() -> None:

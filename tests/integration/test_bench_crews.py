@@ -81,7 +81,7 @@ def test_an_mpi_does_every_operation_right(peer: Peer) -> None:
 
 
 def test_a_launcher_is_told_where_its_parts_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both wheels overwrite each other's mpiexec: it must not be used."""
+    """Both wheels overwrite each other's mpiexec: that file must not be used."""
     (tmp_path / "bin").mkdir()
     for name in ("prterun", "mpiexec.hydra", "mpiexec"):
         (tmp_path / "bin" / name).touch()

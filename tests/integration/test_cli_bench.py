@@ -106,7 +106,7 @@ def test_a_run_ends_when_its_time_is_up(tmp_path: Path) -> None:
 
 
 class Interrupted:
-    """A contest that Ctrl-C ends in the midst of its second case."""
+    """A comparison that Ctrl-C ends during its second case."""
 
     def __init__(self, contenders: Sequence[Peer], plan: Plan) -> None:
         self._names = [peer.name for peer in contenders]
@@ -192,7 +192,7 @@ def test_who_is_asked_to_stop_leaves_nothing(
     assert process.returncode == 1, (output, errors)
     assert errors.strip() == "Aborted!"
     assert [path.name for path in tmp_path.iterdir() if path != out] == []
-    # One that was just being started finds nobody when it has imported torch, and ends.
+    # A process that was just being started finds no peer when it has imported torch, and ends.
     while processes_with(str(tmp_path)):
         assert time.monotonic() < deadline, processes_with(str(tmp_path))
         time.sleep(0.05)

@@ -101,7 +101,8 @@ GROUP_CALLS: dict[str, Call] = {
     "timeout_s": lambda pg, x: x.add_(pg.timeout_s),
     "waited_ns": lambda pg, x: pg.waited_ns(),
 }
-"""What torch inherits from its own class is its own affair: these are the methods that dist2 has."""
+"""Methods that torch inherits from its own class are not checked: these are the methods that dist2 defines.
+"""
 
 WORK_CALLS: dict[str, Call] = {
     "add_done_callback": lambda work, x: work.add_done_callback(lambda: None),
@@ -151,7 +152,7 @@ def public_methods(kind: type, own: str = "dist2") -> set[str]:
 
 
 def test_every_method_is_tried() -> None:
-    """A new one has to be entered above; `note_server` and `refused` are for dist2's own use."""
+    """New methods must be entered above; `note_server` and `refused` are for dist2's own use."""
     assert public_methods(ProcessGroup) - set(GROUP_CALLS) == set()
     assert public_methods(Work) - set(WORK_CALLS) == set()
     assert public_methods(Store) - set(STORE_CALLS) <= {"barrier", "note_server", "refused"}
@@ -160,7 +161,7 @@ def test_every_method_is_tried() -> None:
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """Forget what was compiled; torch warns of what it cannot compile."""
+    """Drop compiled functions; torch warns about code that it cannot compile."""
     with compiling(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -174,7 +175,7 @@ def pg() -> Iterator[ProcessGroup]:
 
 
 def outcome(call: Callable[[torch.Tensor], torch.Tensor]) -> object:
-    """Return what a call made of a tensor, or the kind of error it raised."""
+    """Return the result of a call on a tensor, or the type of its error."""
     try:
         return call(torch.ones(2)).tolist()
     except dist2.Dist2Error as error:
@@ -182,7 +183,7 @@ def outcome(call: Callable[[torch.Tensor], torch.Tensor]) -> object:
 
 
 def same_compiled(make: Callable[[], Any], call: Call) -> None:
-    """Check that a compiled function that calls an object gives what it gives otherwise."""
+    """Check that a compiled function that calls an object has the same result as without compilation."""
 
     def function_of(subject: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         def function(x: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ AT_ONCE_S = 0.5
 
 
 def press() -> None:
-    """Do what the terminal does."""
+    """Send SIGINT, as the terminal does."""
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 

@@ -28,7 +28,7 @@ CALLS: dict[str, Callable[[ProcessGroup], object]] = {
 
 
 def _survive(pg: ProcessGroup, name: str, dying: tuple[int, ...]) -> float:
-    """Survive; return how long it took to be told first. Others who die are named soon."""
+    """Survive; return the time until the first error. Further deaths are named soon."""
     pg.barrier()
     if pg.rank() in dying:
         time.sleep(0.1)  # the others are inside by now, or done with their part

@@ -28,19 +28,19 @@ LATE_S = 1.0
 KILLED = "was killed by SIGKILL"
 
 Stage = tuple[str, str]
-"""A method of stores, and a word in a key: the victim is killed when it calls that with such a key."""
+"""A method of stores, and a word in a key: the victim is killed when it calls the method with such a key."""
 
 
 @attrs.frozen
 class End:
-    """How a rank ended.
+    """The end of a rank.
 
     Attributes:
         pid: Its process.
-        at_s: When.
-        kind: Name of the error's type; empty if there was none.
-        message: The error's.
-        ranks: Who was lost, as the error says.
+        at_s: The time.
+        kind: Name of the error's type; empty without an error.
+        message: The error's text.
+        ranks: The lost ranks in the error.
     """
 
     pid: int
@@ -77,7 +77,7 @@ def take_part(
         at_s = time.monotonic()
         end = End(os.getpid(), at_s, type(error).__name__, str(error), tuple(getattr(error, "ranks", ())))
     pipe.send(end)
-    pipe.recv()  # who is told first is still there when the others are
+    pipe.recv()  # the first rank with an error stays until the others have theirs
 
 
 def ends(body: Callable[..., object], place: Any, stage: Stage, victim: int = VICTIM) -> list[End]:
@@ -90,7 +90,7 @@ def ends(body: Callable[..., object], place: Any, stage: Stage, victim: int = VI
 
 
 def check(ended: list[End], what: str, how: str = "") -> None:
-    """Check that the survivors were told of the victim's death, in time."""
+    """Check that the survivors got an error for the victim's death, in time."""
     victim = ended.pop(VICTIM)
     for each in ended:
         assert f"{what} cannot be built: rank 1 (process {victim.pid} on host" in each.message, each
@@ -162,7 +162,7 @@ def test_a_death_while_a_group_of_gloo_is_split_is_told(store: Opens) -> None:
 def meet(place: str, rank: int) -> object:
     if rank != RANKS - 1:
         return join(place, rank)
-    # A server ends with the meeting that it is for, unless somebody is connected.
+    # A server ends with its meeting, unless a client is connected.
     parts = urlsplit(place)
     store = dist2.TCPStore("127.0.0.1", parts.port, wait_for_workers=False) if parts.port else None
     time.sleep(LATE_S)
@@ -175,7 +175,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def test_a_death_while_ranks_meet_is_told(url: str) -> None:
-    """One signs in and dies, while another has yet to come."""
+    """One rank registers and dies, while another has yet to come."""
     ended = ends(meet, url, ("wait", "/go"))
     victim = ended.pop(VICTIM)
     for each in ended:
@@ -192,7 +192,7 @@ def join(place: str, rank: int) -> object:
 
 @pytest.mark.parametrize("stage", [("set", "rank/1"), ("add", "agreed"), ("set", "card"), ("set", "built")])
 def test_a_death_after_ranks_have_met_is_told(url: str, stage: Stage) -> None:
-    """Also of one that has not said again which process it is."""
+    """Also the death of a rank that has not registered its process again."""
     check(ends(join, url, stage), "group 'model'", KILLED if ENDS_ARE_TOLD else "")
 
 
@@ -200,7 +200,7 @@ def test_a_death_after_ranks_have_met_is_told(url: str, stage: Stage) -> None:
     "stage", [("compare_set", "/go"), ("set", "/1/rank/0"), ("add", "agreed"), ("set", "built")]
 )
 def test_the_death_of_rank_0_is_told(url: str, stage: Stage) -> None:
-    """Of whose store nobody hears more, where it serves that."""
+    """Its store does not answer any more, if it serves one."""
     ended = ends(join, url, stage, victim=0)
     victim = ended.pop(0)
     for each in ended:

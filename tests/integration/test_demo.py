@@ -49,7 +49,7 @@ def test_it_learns_to_read_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.timeout(120)
 def test_two_at_a_time_and_one_learns_too_little(tmp_path: Path) -> None:
-    """The second finds the folder taken, and no port is agreed on before somebody listens there."""
+    """The second finds the folder taken, and no port is chosen before a process listens there."""
     out = tmp_path / "out"
     first = start(demo(out, ranks=1, epochs=100_000))
     try:

@@ -59,7 +59,7 @@ def written(folder: Path, text: str) -> Path:
 @pytest.mark.torchrun
 @pytest.mark.timeout(180)
 def test_a_job_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
-    """Two agents, one rank each; one agent is killed, and the other starts its rank again, alone."""
+    """Two agents with one rank each: one agent is killed, and the other restarts its rank, alone."""
     program, place = written(tmp_path, ELASTIC), tmp_path / "seen"
     place.mkdir()
     options = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-id=elastic"]

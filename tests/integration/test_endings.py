@@ -32,11 +32,11 @@ JOIN_S = 10.0
 
 @attrs.define(eq=False)
 class Blocked:
-    """A call on a thread of its own, and how it ended.
+    """A call on a thread of its own, and its end.
 
     Attributes:
-        error: What it raised.
-        ended: When, in seconds.
+        error: Its exception.
+        ended: The time of its end, in seconds.
     """
 
     call: Callable[[], object]
@@ -276,7 +276,7 @@ def _end(transport: str, state: str, way: str) -> None:
 
 
 def _judge(way: str, state: str, took_s: float, freed_s: list[float]) -> None:
-    """Check that it was in time: `shutdown` waits for what was issued, up to its limit."""
+    """Check the time: `shutdown` waits for issued operations, up to its limit."""
     in_time(took_s, LIMIT_S + 2.0)
     if way in ("abort", "again_and_again", "by_an_exception") and state != "with_a_child":
         in_time(took_s, FREED_S + NOISE_S)
@@ -292,7 +292,7 @@ def ended_by_its_node(transport: str, closes: int) -> BaseException | None:
         nodes[closes].close()
         blocked.thread.join(2.0)
         with pytest.raises(Dist2Error):
-            theirs.barrier()  # which is another operation than the one that rank 0 was in
+            theirs.barrier()  # another operation than rank 0's
         return blocked.error
 
 

@@ -1,4 +1,5 @@
-"""Every example runs as two ranks under torchrun, and alone if it says so, and prints that its check held."""
+"""Every example runs as two ranks under torchrun, and alone if it supports that, and prints that its check
+held."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from support.programs import ROOT, Ended, run, torchrun
 from support.warm_interpreter import warm_python
 
 APART = {"survive.py"}
-"""Those that start their own ranks, and have a test of their own."""
+"""Examples that start their own ranks, and have a test of their own."""
 
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name not in APART)
 ALONE = [path for path in EXAMPLES if f"python examples/{path.name}" in path.read_text()]

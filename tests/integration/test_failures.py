@@ -78,7 +78,7 @@ def test_a_death_is_told_to_all_within_a_second(
 
 
 def _die_with_a_child(pg: ProcessGroup, directory: Path) -> tuple[int, ...]:
-    """The dying rank leaves a forked worker that holds its sockets until the others were told."""
+    """The dying rank leaves a forked worker that holds its sockets until the others have their errors."""
     told = {rank: directory / f"told-{rank}" for rank in (0, 2)}
     pg.barrier()
     if pg.rank() == 1:
@@ -298,7 +298,7 @@ def test_a_forked_child_is_told_that_the_group_is_not_its_own(transport: str, tm
         assert "belongs to the parent process" in said
 
 
-# What stays behind
+# Leftovers
 
 
 def _open_and_close(pg: ProcessGroup) -> tuple[int, int, int, int]:

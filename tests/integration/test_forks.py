@@ -44,7 +44,7 @@ QUIETLY: dict[str, Callable[[ProcessGroup], object]] = {
 
 
 def _try_all(pg: ProcessGroup, pending: dist2.Work) -> dict[str, str]:
-    """Use a parent's group in every way; return what each said, and how long all took."""
+    """Use a parent's group in every way; return the error of each, and the total time."""
     said = {}
     calls = {**CALLS, "work": lambda pg: pending.wait(), **QUIETLY}
     for name, call in calls.items():
@@ -76,14 +76,14 @@ def _by_os_fork(pg: ProcessGroup, path: str, transport: str) -> dict[str, Any]:
     pending = pg.irecv(torch.ones(2), 1 - pg.rank())
     busy = threading.Event()
     looking = threading.Thread(target=lambda: [pg.get_error() for _ in iter(busy.is_set, True)])
-    looking.start()  # a thread that the child has not, in the midst of something
+    looking.start()  # a thread that the child does not have, in the middle of a call
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             said: dict[str, Any] = _try_all(pg, pending)
             said["sum"] = _a_group_of_children(path, pg.rank(), transport)
-        except BaseException as error:  # noqa: BLE001 - told to the test
+        except BaseException as error:  # noqa: BLE001 - reported to the test
             said = {"raised": repr(error)}
         os.write(write, json.dumps(said).encode())
         os._exit(0)

@@ -17,7 +17,7 @@ from dist2 import ProcessGroup
 funcol: Any = functional
 Run = Callable[..., list[Any]]
 Case = Callable[[int, Any], tuple[Any, Any]]
-"""What a function returns for a rank and a group, and what it should."""
+"""The result of a function for a rank and a group, and the expected result."""
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +206,7 @@ def test_functional_messages(run: Run) -> None:
 
 
 def test_every_function_is_tried() -> None:
-    """A new one has to be entered above."""
+    """New functions must be entered above."""
     found = {
         name
         for name, each in vars(functional).items()

@@ -135,7 +135,7 @@ def test_several_threads_of_torch_fold_in_place_of_the_part_in_c(tmp_path: Path)
 
 
 def exchange_of_long_and_short(pg: ProcessGroup) -> None:
-    """Some ranks would lend what they send, others not: by turns, and between operations on slots."""
+    """Some ranks would expose their inputs, others not: alternating, and between operations on slots."""
     me, size = pg.rank(), pg.size()
     for turn in range(6):
         lengths = [2_000_000 if (rank + turn) % size == 0 else rank for rank in range(size)]
@@ -155,13 +155,14 @@ def test_ranks_that_exchange_much_and_little_go_the_same_way(tmp_path: Path) -> 
 
 
 def exchange_of_any_lengths(pg: ProcessGroup) -> None:
-    """Each rank sends little, or what the kernel moves, or what goes through slots unless it is mapped."""
-    torch.set_num_threads(1)  # or what is checked here takes most of the time
+    """Each rank sends few bytes, or as many as the kernel moves, or as many as use slots unless they are
+    mapped."""
+    torch.set_num_threads(1)  # or torch takes most of the time
     me, size = pg.rank(), pg.size()
     sizes = (3, 2_000, 100_001)
     for turn, lengths in enumerate(itertools.product(sizes, repeat=size)):
         for allocate in (ordinary, shared, shared if me else ordinary):
-            # Lengths of what is sent to each, which lies in one tensor.
+            # Lengths of the parts for each rank, which lie in one tensor.
             source = filled(allocate, torch.arange(float(lengths[me] * size)).add_(me + turn))
             outputs = [allocate(length, torch.float32) for length in lengths]
             for _ in range(3):
@@ -181,7 +182,7 @@ def test_ranks_that_exchange_any_lengths_go_the_same_way(tmp_path: Path, steps_i
 
 
 def calls_to_and_fro(pg: ProcessGroup) -> None:
-    """Calls on the same tensors go through them from either end in turn; what is in them changes."""
+    """Calls on the same tensors alternate in direction; the contents change between them."""
     me, size, part = pg.rank(), pg.size(), 100_003
     mine, whole, root = torch.empty(part), torch.empty(size * part), size - 1
     sent, got = torch.empty(size * part), torch.empty(size * part)
@@ -207,7 +208,7 @@ def test_calls_go_through_tensors_from_either_end(tmp_path: Path) -> None:
 
 
 def calls_on_other_tensors(pg: ProcessGroup) -> None:
-    """What was worked out for the addresses of one call must not serve another."""
+    """Bindings to the addresses of one call must not serve another."""
     me, size = pg.rank(), pg.size()
     pool = [torch.empty(NUMEL) for _ in range(80)]  # more than a program remembers
     for turn in range(240):
@@ -221,7 +222,7 @@ def test_calls_on_ever_other_tensors(tmp_path: Path) -> None:
 
 
 def bindings_of_new_tensors(pg: ProcessGroup) -> list[int]:
-    """Call operations on tensors that no call had; return how often Python had to work out what to do."""
+    """Call operations on tensors that no call had; return the number of bindings made in Python."""
     torch.set_num_threads(1)  # with more of them torch folds, by addresses
     me, size = pg.rank(), pg.size()
     worked_out, found = [0], []
@@ -292,7 +293,7 @@ def count_calls(pg: ProcessGroup, cross: bool) -> tuple[int, int]:
 
         self._otherwise = counted
 
-    SingleCopyProgram.__init__ = counting  # type: ignore[method-assign, assignment]  # takes what it takes
+    SingleCopyProgram.__init__ = counting  # type: ignore[method-assign, assignment]  # same arguments
     backend: Any = pg.backend
     backend._programs._lending._wanted = cross
     found = []
@@ -318,7 +319,7 @@ def test_what_cannot_be_reached_goes_through_slots(tmp_path: Path) -> None:
 
 
 def long_tensors_by_default(pg: ProcessGroup) -> None:
-    """Without a forced algorithm: from just under the threshold on, whichever runs."""
+    """Without a forced algorithm: from just under the threshold on, for either choice."""
     for numel in (260_000, 270_000, 3_000_000):
         mine = dist2.shared_empty(numel) if pg.rank() else torch.empty(numel)
         for _ in range(3):
@@ -333,7 +334,7 @@ def test_the_default_choice_agrees_on_all_ranks(tmp_path: Path) -> None:
 
 
 def fences_of_short_tensors(pg: ProcessGroup) -> tuple[list[int], bool | None]:
-    """Return the fences of calls that lend only what is mapped, and whether the kernel moves memory."""
+    """Return the fences of calls that expose only mapped memory, and whether the kernel moves memory."""
     backend: Any = pg.backend
     board, found = backend.board, []
     for allocate in (ordinary, ordinary, shared):
@@ -346,7 +347,8 @@ def fences_of_short_tensors(pg: ProcessGroup) -> tuple[list[int], bool | None]:
 
 
 def test_no_fence_is_spent_on_what_is_known(tmp_path: Path) -> None:
-    """The first call finds out that the kernel moves memory; then what is too short goes through slots."""
+    """The first call finds out that the kernel moves memory; then tensors that are too short go through
+    slots."""
     tuning = tmp_path / "tuning.json"
     never = dict.fromkeys((*LENT, *SWEPT, "one_shot_bytes"), (1 << 40,) * len(CROWDS))
     Tuning(DEFAULT_THRESHOLDS.changed(never | {"lending_bytes": 1})).write(tuning)
@@ -355,7 +357,7 @@ def test_no_fence_is_spent_on_what_is_known(tmp_path: Path) -> None:
 
 
 def calls_on_new_tensors_of_one(pg: ProcessGroup) -> tuple[list[int], bool | None]:
-    """What the first call lends, which asks whether the kernel moves memory, is only lent by all or by none.
+    """Memory is exposed in the first call, which tests whether the kernel moves it, by all ranks or by none.
 
     Returns:
         The fences of each gather, first of mapped tensors, then of others; whether the kernel moves memory.

@@ -141,7 +141,7 @@ def test_what_to_do_is_worked_out_once_for_tensors_anywhere(tmp_path: Path) -> N
 
 
 def lose_one(pg: ProcessGroup, path: str, dies: int, phase: str, exchanges: bool) -> tuple[int, ...]:
-    """Sum or exchange on two hosts of two ranks each, and be killed or be told who was."""
+    """Sum or exchange on two hosts of two ranks each, and be killed or return the lost ranks."""
     rank = pg.rank()
     if phase in BY_STAGES:
         ShortWays.rails = lambda self, fingerprint: None  # type: ignore[method-assign, assignment, return-value]  # as without C
@@ -162,7 +162,7 @@ def lose_one(pg: ProcessGroup, path: str, dies: int, phase: str, exchanges: bool
             come_late()
         error, took_s = caught(PeerLostError, call)
         mine.zero_()
-        # Who aborts before all have been told is who those are told of.
+        # A rank that aborts before all have the error of the death would be named in place of the dead one.
         store.set(f"told {rank}", "yes")
         store.wait([f"told {each}" for each in range(pg.size()) if each != dies])
         assert not mine.any(), "written to after the call had failed"

@@ -61,13 +61,13 @@ def open_many(pg: ProcessGroup) -> tuple[int, int, int]:
 
 
 def outlive(pg: ProcessGroup) -> bool:
-    """Use and close a group; return whether it or its backend is there when nobody has it any more."""
+    """Use and close a group; return whether it or its backend still exists without references."""
     gc.disable()
     try:
         group = pg.split(list(range(pg.size())))
         assert group is not None
         group.all_reduce(torch.ones(2))
-        group.all_reduce(torch.ones(1 << 18))  # what is lent
+        group.all_reduce(torch.ones(1 << 18))  # exposes memory
         group.broadcast(torch.ones(2), 0, async_op=True).wait()
         group.barrier()
         group.shutdown()

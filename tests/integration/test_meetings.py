@@ -19,7 +19,7 @@ import dist2.legacy as dist
 
 LIMIT_S = 60.0
 SOON_S = 20.0
-"""How long all may take to be told: a few seconds, beside other tests."""
+"""Time within which all must have their errors: a few seconds, beside other tests."""
 
 
 @attrs.frozen
@@ -60,7 +60,7 @@ def _build(pipe: Connection, body: Callable[..., None], arguments: tuple[Any, ..
     except dist2.Dist2Error as error:
         kind, message = type(error).__name__, str(error)
     pipe.send(Told(os.getpid(), kind, message, time.monotonic() - start))
-    pipe.recv()  # who is told first is still there when the others are: nobody hears of it by its end
+    pipe.recv()  # stays until the others have their error: its exit must not tell them
 
 
 def all_told(body: Callable[..., None], *each: tuple[Any, ...]) -> list[Told]:
@@ -72,7 +72,7 @@ def all_told(body: Callable[..., None], *each: tuple[Any, ...]) -> list[Told]:
 
 
 def check(told: list[Told], kind: str, words: str) -> None:
-    """Check that all were told the same, in time."""
+    """Check that all got the same error, in time."""
     for each in told:
         assert each.kind == kind, told
         assert words in each.message
@@ -80,7 +80,7 @@ def check(told: list[Told], kind: str, words: str) -> None:
 
 
 def check_out_of_range(told: list[Told], kind: str, words: str) -> None:
-    """Check that all were told of the last one, and the others which process that is."""
+    """Check that all got the error about the last rank, and the others its process."""
     check(told, kind, words)
     *others, last = told
     for each in others:
@@ -89,7 +89,7 @@ def check_out_of_range(told: list[Told], kind: str, words: str) -> None:
 
 @pytest.fixture(params=["tcp", "file", "store"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[int, int], tuple[Any, ...]]:
-    """What a process is given so that it comes as this rank of so many."""
+    """The arguments by which a process comes as this rank of so many."""
     port = unused_port()
 
     def of(rank: int, world_size: int) -> tuple[Any, ...]:

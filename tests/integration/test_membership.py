@@ -35,7 +35,7 @@ def die() -> None:
 
 
 def breaks(pg: ProcessGroup) -> PeerLostError:
-    """Return what the group raises because a rank died: in this operation or one of the next."""
+    """Return the group's error after the death of a rank: in this operation or one of the next."""
     error, _ = caught(PeerLostError, lambda: [pg.barrier() for _ in range(3)])
     assert isinstance(error, PeerLostError)
     return error
@@ -134,7 +134,7 @@ def _revoked_in_turn(pg: ProcessGroup) -> dict[str, tuple[float, ...]]:
         _, *times, left = _revoked(pg, name)
         assert left == (0, 1, 2), name
         spent[name] = tuple(times)
-        pg.barrier()  # the parent of what was revoked is as it was
+        pg.barrier()  # the parent of the revoked group is unchanged
     return spent
 
 

@@ -40,7 +40,7 @@ def crews(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
         each.close()
 
 
-# What the odd one calls, and what the others do
+# The calls of the odd rank, and of the others
 
 
 def _all_reduce(pg: ProcessGroup, numel: int) -> object:
@@ -111,14 +111,14 @@ def _barrier(pg: ProcessGroup, numel: int) -> object:
 
 @attrs.frozen
 class Mistake:
-    """A way to go wrong.
+    """A wrong call.
 
     Attributes:
-        others: What all ranks but one call.
-        odd: What that one calls.
-        shows: What is to be read in every message.
-        field: Of the odd one's call, and
-        value: what it has.
+        others: The call of all ranks but one.
+        odd: The call of that one.
+        shows: Texts that every message contains.
+        field: A field of the odd rank's call, and
+        value: its value.
     """
 
     others: Call
@@ -150,7 +150,7 @@ Seen = tuple[str, dict[int, str], dict[int, Any], float]
 
 
 def _told(pg: ProcessGroup, call: Callable[[], object]) -> Seen:
-    """Call, and go on until told: a rank that had done its part learns at a later operation."""
+    """Call, and continue until the error: a rank that had done its part gets it at a later operation."""
     start = time.monotonic()
     try:
         call()
@@ -158,7 +158,7 @@ def _told(pg: ProcessGroup, call: Callable[[], object]) -> Seen:
         error, elapsed = raised, time.monotonic() - start
         _stay_away(pg, 0.0)
     else:
-        _stay_away(pg, TOLD_S)  # computing: the others are told meanwhile
+        _stay_away(pg, TOLD_S)  # computing: the others get the error meanwhile
         time.sleep(LOOKED_INTO_S)
         error, elapsed = caught(MismatchError, pg.barrier)
     assert isinstance(pg.get_error(), MismatchError)
@@ -166,7 +166,7 @@ def _told(pg: ProcessGroup, call: Callable[[], object]) -> Seen:
 
 
 def _stay_away(pg: ProcessGroup, limit_s: float) -> None:
-    """Say that this rank was told, or computes; wait for the others to say so, but no longer."""
+    """Publish that this rank has its error, or computes; wait for the others to do so, up to a limit."""
     away = PrefixStore("away", pg.spec.store)
     away.set(str(pg.rank()), b"")
     everybody, deadline = [str(rank) for rank in range(pg.size())], time.monotonic() + limit_s
@@ -182,7 +182,7 @@ def _err(pg: ProcessGroup, name: str, odd: int, numel: int) -> Seen:
 
 
 def _told_in_time(results: list[Seen]) -> None:
-    """Check that all ranks were told in time, and told theirs in the time that others wait for it."""
+    """Check that all ranks got the error in time, and reported their calls while others waited for them."""
     for rank, (message, _, _, elapsed) in enumerate(results):
         in_time(elapsed, TOLD_S, rank, message)
         if "did not describe in time" in message:

@@ -24,7 +24,7 @@ EXPECTED = {
     "lines": [True, True, True],
     "forked": "forbidden",
 }
-"""What `interrupted_program` finds: whether Ctrl-C is deferred, and what becomes of groups."""
+"""The findings of `interrupted_program`: whether Ctrl-C is deferred, and the end of groups."""
 
 
 @pytest.mark.parametrize("is_moved", [False, True], ids=["as_it_is", "moved"])

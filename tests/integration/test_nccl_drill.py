@@ -28,7 +28,7 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
 
 
 def play(crew: Crew, cell: Cell, path: Path) -> None:
-    """Have a cell played; fail with what each rank did unless all went as it should."""
+    """Run a cell; fail with the reports of each rank unless all went as expected."""
     told = crew.run(Performance(cell, "nccl", path / "store"), cell.roles, LIMIT_S)
     wrong = [
         role for role, each in enumerate(told) if each.outcome != ("died" if role in cell.dies else "done")

@@ -144,7 +144,7 @@ def test_a_forked_child_holds_nothing_of_the_server() -> None:
 def test_one_address_serves_all_with_a_secret(
     order: tuple[Callable[[int], Callable[[], None]], ...],
 ) -> None:
-    """torch's client cannot prove that it knows the secret; dist2's does so for it."""
+    """torch's client cannot prove knowledge of the secret; dist2's does so for it."""
     port = unused_port()
     with started(_rank, *[(rank, port, order, SECRET) for rank in range(WORLD)]) as pipes:
         assert answers_of(pipes) == ["fine"] * WORLD

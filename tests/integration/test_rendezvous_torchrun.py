@@ -39,7 +39,7 @@ Path(sys.argv[1], f"met {attempt} {first.rank}").touch()
 def apart(*command: str) -> list[str]:
     """Return a command that runs in a network of its own, with nothing but loopback.
 
-    torchrun's agent serves its store on all interfaces, and cannot be told otherwise.
+    torchrun's agent serves its store on all interfaces, and has no option against it.
     """
     unshare = shutil.which("unshare")
     if unshare is None or shutil.which("ip") is None:

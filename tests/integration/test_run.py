@@ -53,7 +53,7 @@ def command(*arguments: str | Path) -> list[str | Path]:
 
 @pytest.mark.parametrize("secret", ["", "known to the ranks, and not to torch"])
 def test_ranks_meet_again_after_a_failure(secret: str, tmp_path: Path) -> None:
-    """And torch finds them too, with a secret as well: the launcher's store asks for none."""
+    """torch finds them as well, also with a secret: the launcher's store requires none."""
     arguments = command("-n", "2", "--max-restarts", "1", written(tmp_path, TRAINING))
     ended = run(arguments, variables={"DIST2_SECRET": secret})
     assert ended.code == 0, ended

@@ -27,7 +27,7 @@ class Running:
     pipe: Connection
 
     def descriptors(self) -> dict[Path, str]:
-        """Return what the process has open, and what that is."""
+        """Return the process's open files, and the object behind each."""
         return {file: str(file.readlink()) for file in Path(f"/proc/{self.pid}/fd").iterdir()}
 
 
@@ -91,7 +91,7 @@ def test_ports_listen_on_loopback_alone(ranks: list[Running]) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_opens_nothing_of_it(ranks: list[Running]) -> None:
-    """Not its memory, not its doorbell: nor does it see which there are."""
+    """Neither its memory nor its doorbell, nor the list of its descriptors."""
     files = [file for rank in ranks for file in rank.descriptors()]
     child = os.fork()
     if child == 0:

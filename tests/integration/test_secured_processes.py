@@ -37,7 +37,7 @@ def secret_file(tmp_path: Path) -> Path:
     return file
 
 
-# Who is in
+# Members
 
 
 def train(pg: ProcessGroup, pipe: Connection) -> Any:
@@ -93,7 +93,7 @@ def test_a_job_with_a_secret_and_tls_works_and_survives_a_death(
         assert left == 2.0
 
 
-# Who is not
+# Refused processes
 
 
 def nothing(pg: ProcessGroup, pipe: Connection) -> str:
@@ -120,7 +120,7 @@ def test_a_rank_with_another_secret_is_told_and_so_are_those_that_wait_for_it(se
 def test_ranks_that_meet_elsewhere_learn_at_once_that_one_has_another_secret(
     tmp_path: Path, secret_file: Path
 ) -> None:
-    """A file knows no secret; what is published in it does."""
+    """A file does not check the secret; the records published in it do."""
     environments = launched(3, DIST2_SECRET_FILE=str(secret_file))
     environments[1] = {
         **environments[1],
@@ -152,7 +152,8 @@ def test_a_rank_with_a_certificate_of_another_authority_is_not_let_in(tmp_path: 
 
 
 def work_until_told(pg: ProcessGroup, pipe: Connection) -> tuple[int, float]:
-    """Say where the data port is; work until told, and then some; return how much, and the longest round."""
+    """Send the data port; work until a message comes, and some more; return the amount, and the longest
+    round."""
     pipe.send(pg.backend._node.card.card.port)  # type: ignore[attr-defined]  # the socket backend's
     rounds, slowest, other = 0, 0.0, 1 - pg.rank()
     told, left = torch.zeros(1), ROUNDS

@@ -32,7 +32,7 @@ LONGEST_S = 0.003
 
 @contextmanager
 def soon(handler: Callable[[], object], delay_s: float) -> Iterator[None]:
-    """Have a signal handler run after a delay, on whatever the main thread does then; wait for it."""
+    """Run a signal handler after a delay, during any work of the main thread; wait for it."""
     came = threading.Event()
 
     def handle(number: int, frame: object) -> None:
@@ -51,7 +51,7 @@ def soon(handler: Callable[[], object], delay_s: float) -> Iterator[None]:
 
 
 def some_work(pg: ProcessGroup) -> None:
-    """Do some of everything; raise what has become of the group."""
+    """Run several kinds of operations; raise the group's error, if there is one."""
     some_of_everything(pg, later_numel=2)
     if (error := pg.get_error()) is not None:  # the signal came just now
         raise error
@@ -121,7 +121,7 @@ WAITS = {each.__code__ for each in (Waiting._sleep, Rounds._poll, Crowd.give_way
 
 
 def _raise_in_the_midst(pg: ProcessGroup, numel: int) -> str:
-    """Rank 1's handler raises in an operation that waits for rank 0; return what the others are told."""
+    """Rank 1's handler raises in an operation that waits for rank 0; return the error of the others."""
 
     def go_away(number: int, frame: FrameType | None) -> None:
         if frame is None or frame.f_code not in WAITS:
@@ -144,7 +144,7 @@ def _raise_in_the_midst(pg: ProcessGroup, numel: int) -> str:
         told = str(error)
         assert error.by == 1
     in_time(time.monotonic() - start, 1.1)
-    left = pg.split(range(pg.size()))  # nobody is gone
+    left = pg.split(range(pg.size()))  # no rank is gone
     assert left is not None
     left.barrier()
     left.shutdown()
@@ -162,7 +162,7 @@ def test_what_a_handler_raises_in_an_operation_is_told_to_all(
 
 
 def _call_in_the_midst(pg: ProcessGroup, earlier: int) -> list[str]:
-    """Rank 0's handler calls the group whose operation it holds up; return what it is told.
+    """Rank 0's handler calls the group during an operation of it; return the handler's errors.
 
     Args:
         earlier: Calls of the same operation before: the first is planned in Python, later ones may run in C.

@@ -1,4 +1,4 @@
-"""The soak: a few episodes of it, drawn so that each fault is among them, and what it checks results with."""
+"""The soak: a few episodes of it that contain each fault, and its check of results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operation that failed was to write holds nothing that looks like a result. Real processes."""
+"""The outputs of a failed operation hold nothing that looks like a result. Real processes."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Case:
 
     Attributes:
         call: Runs it.
-        written: What it is to write.
-        read: What it must leave alone.
+        written: The tensors that it writes.
+        read: The tensors that it must not change.
     """
 
     call: Callable[[], object]
@@ -166,7 +166,7 @@ def _shared(numel: int) -> torch.Tensor:
 
 
 def _outcome(case: Case, kind: type[Dist2Error]) -> str:
-    """Make the call, and say what became of its tensors."""
+    """Make the call, and describe its tensors afterwards."""
     try:
         case.call()
     except kind:
@@ -193,7 +193,7 @@ def _mistaken(pg: ProcessGroup, name: str, numel: int, shared: bool) -> str:
     if name in MESSAGES:
         wrong = Case(lambda: [pg.send(torch.ones(3), rank) for rank in (0, 2)], [], [])
     outcome = _outcome(wrong if pg.rank() == ODD else case, MismatchError)
-    if outcome == "ended well":  # it had done its part, and stays until it is told
+    if outcome == "ended well":  # it had done its part, and stays until it gets the error
         caught(MismatchError, pg.barrier)
     return outcome
 

@@ -1,4 +1,4 @@
-"""What is longer than the caches goes through slots or pieces in blocks: any lengths and kinds of memory."""
+"""Data longer than the caches go through slots or pieces in blocks: any lengths and kinds of memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG = 13 << 20
 
 
 def numbered(numel: int, rank: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    """Return what only this rank has, and tells where in it something lies."""
+    """Return values that no other rank has, and that differ at each position."""
     return (torch.arange(numel, dtype=torch.int64) * 7 + 1_000_003 * rank).to(dtype)
 
 
@@ -84,7 +84,7 @@ def exchange(pg: ProcessGroup) -> None:
 
 
 def stream(pg: ProcessGroup) -> None:
-    """Move and fold what takes several rows of pieces, and a short one, from and to each root."""
+    """Move and reduce data of several rows of pieces, and short data, from and to each root."""
     me, size = pg.rank(), pg.size()
     numel = LONG // 4 + 1021
     part = numel // size
@@ -108,7 +108,7 @@ def stream(pg: ProcessGroup) -> None:
 
 
 def broadcast_any_memory(pg: ProcessGroup) -> None:
-    """Broadcast what is in ordinary memory, mapped, or mapped on some ranks alone; twice on each."""
+    """Broadcast ordinary memory, mapped memory, and memory mapped on some ranks only; twice on each."""
     me, size, numel = pg.rank(), pg.size(), LONG // 4 + 1021
     ordinary, mapped = torch.empty(numel, dtype=torch.int32), dist2.shared_empty(numel, dtype=torch.int32)
     for tensor in (ordinary, mapped, mapped if me else ordinary):

@@ -49,7 +49,7 @@ def work(pg: ProcessGroup) -> str:
 
 
 def die(pg: ProcessGroup) -> Any:
-    """End the process of ranks 0 and 1; return what rank 2 hears, and who is left."""
+    """End the process of ranks 0 and 1; return rank 2's error, and the survivors."""
     mine = torch.ones(8)
     pg.all_reduce(mine)
     if pg.rank() == 1:

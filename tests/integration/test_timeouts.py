@@ -1,4 +1,4 @@
-"""Limits: raised in time, telling who is missing and what each did last; and never without cause."""
+"""Timeouts: raised in time, with the missing ranks and the last call of each; and never without cause."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ LIMIT_S = 0.25
 LIMIT_SAID, WAITED_SAID = f"limit {LIMIT_S} s", f"waited {LIMIT_S} s"
 LATEST_S = 1.1 * LIMIT_S
 NOISE_S = 0.2
-"""What a machine with other things to do may take to run a process that has been woken."""
+"""Time that a busy machine may take to run a process that has been woken."""
 LONG_S = 20.0
 ABSENT = 1
 
 
 def _wait_behind_what_takes_longer(pg: ProcessGroup) -> float:
-    """Wait for what is queued behind a call that its peer comes to only later; return for how long."""
+    """Wait for operations queued behind a call that the peer joins late; return the time."""
     if pg.rank() == ABSENT:
         pg.recv(torch.empty(1), 0)
         pg.abort()
@@ -45,14 +45,14 @@ def _wait_behind_what_takes_longer(pg: ProcessGroup) -> float:
 
 @attrs.frozen
 class Late:
-    """A call that one rank does not come to.
+    """A call that one rank does not join.
 
     Attributes:
-        call: What the others do.
-        says: What the message names besides the group.
-        limit_s: Of the group.
+        call: The call of the others.
+        says: Texts in the message, besides the group.
+        limit_s: Timeout of the group.
         usable: Whether the group works afterwards.
-        last: What the absent rank was last seen at.
+        last: The absent rank's last call in the message.
     """
 
     call: Callable[[ProcessGroup], object]
@@ -97,7 +97,7 @@ CALLS = {
 
 @attrs.frozen
 class Answer:
-    """What a rank was told, and when."""
+    """A rank's error, and its time."""
 
     came_s: float
     took_s: float
@@ -139,7 +139,7 @@ def test_a_limit_is_kept_and_tells_what_is_known(transport: str, tmp_path: Path)
         assert results[rank].keys() == CALLS.keys()
         for name, answer in results[rank].items():
             late = CALLS[name]
-            whose = results[0][name] if name == "monitored_barrier" else answer  # rank 0 tells the others
+            whose = results[0][name] if name == "monitored_barrier" else answer  # rank 0 reports first
             assert answer.came_s + answer.took_s >= whose.came_s + LIMIT_S, (name, answer, whose)
             in_time(answer.took_s, LATEST_S + NOISE_S, name, answer)
             assert all(text in answer.message for text in late.says), (name, answer.message)
@@ -193,12 +193,13 @@ def test_who_is_slow_is_waited_for(transport: str, world_size: int, tmp_path: Pa
 
 
 def _give_up_on_one(pg: ProcessGroup, numel: int) -> tuple[str, float]:
-    """Rank 1 arrives late to what rank 0 has given up; return what it is told, and when after that."""
+    """Rank 1 arrives late at an operation that rank 0 has given up; return its error, and its delay after
+    that."""
     pg.barrier()
     if pg.rank() == 0:
         caught(OperationTimeoutError, lambda: pg.all_reduce(torch.ones(numel), timeout=0.1))
         tell(pg, "gave up")
-        time.sleep(0.1)  # rank 1 waits by then, or comes later: it is told the same
+        time.sleep(0.1)  # rank 1 waits by then, or comes later: it gets the same error
         pg.abort()
         return "", 0.0
     hear(pg, "gave up")
@@ -223,7 +224,7 @@ STOPPED_S = 0.45
 
 
 def _stop_for_a_while(pg: ProcessGroup, limit_s: float) -> float:
-    """Stop rank 1 in the midst of many operations, and let it go on later; return how long all took."""
+    """Stop rank 1 during many operations, and continue it later; return the total time."""
     size = pg.size()
     pids = torch.empty(size, dtype=torch.int64)
     pg.all_gather_single(pids, torch.tensor([os.getpid()]))
@@ -271,7 +272,7 @@ def test_a_stopped_process_is_a_straggler(transport: str, world_size: int, tmp_p
 
 
 def _stop_for_too_long(pg: ProcessGroup) -> tuple[int, ...]:
-    """Return who was missing, on rank 0; rank 1 may hear that rank 0 gave up before it looks at the clock."""
+    """Return the missing ranks, on rank 0; rank 1 may learn that rank 0 gave up before its own timeout."""
     with pytest.raises((OperationTimeoutError, PeerLostError)) as error:
         _stop_for_a_while(pg, 0.2)
     again = pg.split(range(pg.size()))

@@ -340,7 +340,7 @@ def test_groups_that_torch_makes_beside_its_default_group(run: Run) -> None:
 
 
 def _default_groups_one_after_another(pg: ProcessGroup) -> None:
-    """torch remembers what it worked out for the first mesh, and finds the second's group by that."""
+    """torch caches data of the first mesh, and finds the second's group by it."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 

@@ -33,7 +33,7 @@ c10d: Any = dist
 
 @functools.cache
 def quietly(module: str) -> Any:
-    """Import a part of torch that uses what torch has deprecated; a second of CPU, so only in ranks."""
+    """Import a part of torch that uses deprecated parts of torch; it takes a second, so only in ranks."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module(f"torch.distributed.{module}")
@@ -128,7 +128,7 @@ def test_a_model_of_half_precision(run: Run, compressed: bool) -> None:
 
 # Left out are those that fail on a CPU with torch's own backends too: `batched_powerSGD_hook` (an assertion),
 # those that quantize (they call CUDA), and `powerSGD_hook` with several buckets: its callbacks call
-# collectives when the first are done, in whatever order that is on each rank.
+# collectives when the first are done, in a different order on each rank.
 
 
 def named_otherwise(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

@@ -72,7 +72,7 @@ def test_groups_go_by_what_was_measured(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("_warm")
 def test_no_time_is_no_file_of_guesses(tmp_path: Path) -> None:
-    """What was not measured to the end keeps its default."""
+    """Thresholds without a complete measurement keep their defaults."""
     out = tmp_path / "tuning.json"
     ended = CliRunner().invoke(tune, ["--only", "whole_reduce_bytes", "--budget", "1", "--out", str(out)])
     assert ended.exit_code == 0, ended.output

@@ -1,4 +1,4 @@
-"""A host that vanishes without a word: network namespaces whose cable is cut."""
+"""A host that vanishes silently: network namespaces with a cut cable."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dist2.errors import StoreConnectionError
 HEARTBEAT_S = 3
 NUMELS = (4, 4_000_000)
 SAYS_S = 20.0
-"""Within this time, whatever is awaited of a process is said."""
+"""Time within which a process sends each awaited answer."""
 _CLONE_NEWNET = 0x40000000
 
 
@@ -59,7 +59,7 @@ def hosts() -> Iterator[tuple[str, str]]:
 
 
 def cut(hosts: tuple[str, str]) -> None:
-    """Let nothing pass any more, and tell nobody: the cable's ends stay up."""
+    """Drop all packets without a notice: the cable's ends stay up."""
     for name in hosts:
         _ip("-n", name, "route", "flush", "dev", "cable")
         _ip("-n", name, "route", "add", "blackhole", "10.213.0.0/24")
@@ -105,7 +105,7 @@ def _be_rank(pipe: Connection, rank: int, path: Path) -> None:
 
 
 def test_a_host_that_vanishes_is_lost_in_the_time_set(hosts: tuple[str, str], tmp_path: Path) -> None:
-    """Whether little or much is under way: a pair of ranks for each."""
+    """With little or much data in flight: a pair of ranks for each."""
     with ExitStack() as stack:
         pairs = [
             [
@@ -152,7 +152,7 @@ def _ask(pipe: Connection, port: int, first: str) -> None:
 
 
 def test_a_store_whose_host_vanishes_is_lost_in_the_time_set(hosts: tuple[str, str]) -> None:
-    """Whether its client waits by then, or asks only later."""
+    """Both if its client waits by then, and if it sends a request only later."""
     with running_on(hosts[0], _serve, DIST2_HEARTBEAT="2") as server, ExitStack() as stack:
         port = said_by(server)
         clients = [
@@ -161,7 +161,7 @@ def test_a_store_whose_host_vanishes_is_lost_in_the_time_set(hosts: tuple[str, s
         ]
         for client in clients:
             assert said_by(client) == "ready"
-        time.sleep(0.3)  # the request of the one that waits is with the server
+        time.sleep(0.3)  # the waiting client's request is with the server
         cut(hosts)
         clients[1].send("go")
         for client in clients:

@@ -1,4 +1,4 @@
-"""What dist2's global API does on its own: cases for all ranks, each checking itself."""
+"""Behaviour of dist2's global API beyond torch's tests: cases for all ranks, each checking itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
 
 
 def total(ranks: Any, numel: int = 5) -> torch.Tensor:
-    """Return the sum of what these ranks bring."""
+    """Return the sum of these ranks' contributions."""
     return torch.stack([mine(rank, numel) for rank in ranks]).sum(0)
 
 
@@ -134,7 +134,7 @@ def outside_a_group(rank: int) -> None:
 
 
 def wrong_arguments(rank: int) -> None:
-    """What torch raises, in type and in words that users match on; nothing is sent."""
+    """The errors of torch, by type and by the words that users match; nothing is sent."""
     tensor, other = mine(rank), (rank + 1) % SIZE
     whole = dist.group.WORLD
     cases: list[tuple[type[BaseException], str, Any]] = [
@@ -311,7 +311,7 @@ def objects_from_any_rank(rank: int) -> None:
 
 
 def ranks_and_sizes_in_tensors(rank: int) -> None:
-    """What counts as an int is one, as in torch."""
+    """Values that convert to an int are accepted, as in torch."""
     whole = torch.arange(SIZE)
     group = dist.new_group(whole)
     dist.broadcast(told := mine(rank), whole[2], group=group)

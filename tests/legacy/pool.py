@@ -98,6 +98,6 @@ def _serve(rank: int, pipe: Connection) -> None:
             return
         try:
             answer = (True, case(rank, *arguments))
-        except BaseException:  # noqa: BLE001 - told to the test
+        except BaseException:  # noqa: BLE001 - reported to the test
             answer = (False, traceback.format_exc())
         pipe.send(answer)

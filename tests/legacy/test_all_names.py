@@ -63,7 +63,7 @@ def test_no_module_of_ours_hides_a_name_of_torchs() -> None:
 
 
 def test_functions_of_torchs_are_dist2s_where_they_act_on_groups() -> None:
-    """What falls through to torch acts on no group itself, or asks torch's tables for it."""
+    """Functions that fall through to torch act on no group, or get it from torch's tables."""
     passed_on = {
         name
         for name in distributed_c10d.__all__

@@ -214,7 +214,7 @@ def test_ways_to_meet_exclude_each_other(arguments: dict[str, Any], words: str) 
 
 @pytest.mark.parametrize("seconds", [0, -1])
 def test_timeouts_are_positive(seconds: int) -> None:
-    """torch's default is for None alone; a wrong one is refused before ranks wait for each other."""
+    """torch's default is for None only; a wrong timeout is refused before ranks wait for each other."""
     with pytest.raises(ValueError, match="timeout must be positive"):
         ours.init_process_group("socket", "tcp://127.0.0.1:1", timedelta(seconds=seconds), 2, 1)
     assert not ours.is_initialized()

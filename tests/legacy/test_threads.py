@@ -145,7 +145,7 @@ def test_one_that_failed_may_try_again() -> None:
 
 
 def test_groups_made_from_a_current_group() -> None:
-    """Without `init_process_group`: each rank counts for itself."""
+    """Without `init_process_group` each thread counts as its own rank."""
     store = HashStore()
 
     def rank_main(rank: int) -> None:

@@ -191,7 +191,7 @@ def test_the_capability_opens_the_handlers_and_nothing_else(server: observabilit
 def test_torchs_debug_server_lists_our_ranks(
     pg: dist2.ProcessGroup, server: observability.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pages of torch's own frontend, rendered from what our control planes answer."""
+    """The pages of torch's own frontend, rendered from the answers of our control planes."""
     pytest.importorskip("jinja2")
     pytest.importorskip("tabulate", reason="torch's debug server needs it")
     pytest.importorskip("requests")

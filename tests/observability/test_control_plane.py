@@ -148,7 +148,7 @@ def test_the_limit_follows_the_clock_and_counts_requests_at_once() -> None:
     asyncio.run(scenario())
 
 
-# Who may ask
+# Access
 
 
 WRONG: list[dict[Any, Any]] = [
@@ -217,7 +217,7 @@ def test_the_page_needs_nothing_from_elsewhere(plane: Plane) -> None:
     assert "innerHTML" not in page.text, "what groups are called must not become markup"
 
 
-# What it answers
+# Answers
 
 
 def test_metrics_are_served_in_the_format_that_is_asked_for(plane: Plane) -> None:
@@ -455,7 +455,7 @@ def open_descriptors() -> int:
 
 
 def test_start_and_close_leave_no_thread_and_no_socket() -> None:
-    gc.collect()  # what earlier tests left in cycles is not to go meanwhile
+    gc.collect()  # garbage of earlier tests must not be collected meanwhile
     descriptors = open_descriptors()
     with observability.start() as server:
         assert server.url.startswith("http://127.0.0.1:")
@@ -537,7 +537,7 @@ def test_it_sleeps_until_somebody_asks(plane: Plane) -> None:
 
 
 def test_a_forked_child_lets_go_of_the_port() -> None:
-    """Or a data loader's worker that outlives its parent would keep the port open, and answer nobody."""
+    """Otherwise a data loader's worker that outlives its parent would keep the port open, without answers."""
     with observability.start() as server:
         port = int(server.url.rpartition(":")[2])
         heard, say = os.pipe()

@@ -428,7 +428,7 @@ def count_from_many_threads() -> None:
 
 
 class _Raising:
-    """An instrument that raises when it is told of one event."""
+    """An instrument that raises at one event."""
 
     def __init__(self, event: str) -> None:
         self.event = event

@@ -18,7 +18,7 @@ AFTER_S = 1.0
 
 
 def operation(seq: int, op: str = "all_reduce", uid: str = "w", **fields: Any) -> dict[str, Any]:
-    """Return what a rank says of an operation that is 10 seconds old."""
+    """Return a rank's state of an operation that is 10 seconds old."""
     return {
         "uid": uid,
         "group": f"group-{uid}",
@@ -212,7 +212,7 @@ def test_regular_sets_of_ranks_are_short() -> None:
     assert named(range(0, 100, 3), 2) == "ranks 0-99:3"
 
 
-# What others send
+# Answers of other ranks
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

@@ -29,7 +29,7 @@ INPROC = Tenant("inproc", "socket", {"transport": "inproc"})
 
 @pytest.fixture
 def recorder() -> Iterator[FlightRecorder]:
-    """Record in a ring of its own: what ran in this process before is in the usual one."""
+    """Record in a separate ring: the usual one holds earlier operations of this process."""
     fresh = FlightRecorder()
     remove = add_instrument(fresh)
     yield fresh

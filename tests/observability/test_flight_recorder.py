@@ -60,7 +60,7 @@ class Job:
         return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
 
     def verdict(self) -> tuple[list[Any], str]:
-        """Dump; return the analyser's table of collectives and what it logs, from inside this process."""
+        """Dump; return the analyser's table of collectives and its log, in this process."""
         self.dump()
         return analyse(self.folder)
 
@@ -252,7 +252,7 @@ def test_the_analyser_names_the_rank_that_did_not_send(job: NewJob) -> None:
 
 
 def test_rings_that_wrapped_at_different_points_are_aligned(job: NewJob) -> None:
-    """Rank 0 sends ten times as much as rank 2, so that its ring reaches back less far."""
+    """Rank 0 sends ten times as many messages as rank 2, so its ring holds a shorter time."""
     ranks = job(3, capacity=64)
     for _ in range(40):
         for group in ranks.groups:
@@ -263,7 +263,7 @@ def test_rings_that_wrapped_at_different_points_are_aligned(job: NewJob) -> None
             group.run(group.signature(OpKind.BARRIER, ()))
     collectives, printed = ranks.verdict()
     assert complaints(printed) == []
-    assert 10 < len(collectives) < 280  # what is left after aligning, of 280
+    assert 10 < len(collectives) < 280  # the rest of 280 after aligning
     # And a rank that falls behind is still found.
     ranks.groups[0].begin()
     ranks.groups[1].begin()

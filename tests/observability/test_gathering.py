@@ -97,7 +97,7 @@ def test_offsets_of_clocks_are_told_with_their_error(
     answers = Network().gather_from(0, entries)
     assert len(answers) == FAN_OUT + 1
     for rank, answer in answers.items():
-        if is_one_host:  # processes of one kernel have one clock, whatever the network makes of it
+        if is_one_host:  # processes of one kernel have one clock, in spite of the network's delays
             assert answer.offset_s == answer.error_s == 0
         else:
             wrong_s = abs(answer.offset_s - (AHEAD_NS / 1e9 if rank else 0.0))

@@ -59,7 +59,7 @@ def until(look: Callable[[], Any]) -> Any:
 
 
 class Stage:
-    """What the ranks of a test share: their control planes, and a word when all are there."""
+    """State shared by the ranks of a test: their control planes, and an event once all are there."""
 
     def __init__(self, world_size: int) -> None:
         self.servers: dict[int, observability.Server] = {}
@@ -130,7 +130,7 @@ def test_a_missing_rank_is_named_everywhere_while_it_is_missing(tenant: Tenant) 
 
 @pytest.mark.parametrize("token", [None, "given-token", "silent"])
 def test_the_first_rank_says_where_it_is(token: str | None, capfd: pytest.CaptureFixture[str]) -> None:
-    """On standard error, since logs hide it by default; with the token only if nobody else can know it."""
+    """On standard error, since logs hide it by default; with the token only if no other user can read it."""
 
     def body(pg: ProcessGroup) -> tuple[str, str, str]:
         announce = token != "silent"
@@ -151,7 +151,7 @@ def test_the_first_rank_says_where_it_is(token: str | None, capfd: pytest.Captur
 
 
 def test_ranks_that_never_answer_are_told_apart() -> None:
-    """Of four ranks one never starts a control plane, one has closed it, one speaks another version."""
+    """Of four ranks one never starts a control plane, one has closed it, and one has another version."""
     stage = Stage(4)
     jobs: list[Any] = []
 
@@ -339,7 +339,7 @@ def test_the_first_open_group_is_where_ranks_meet_by_default() -> None:
         until(lambda: 1 in _roll(pg))
 
 
-# What others tell a rank
+# Notices of other ranks
 
 
 def test_a_notice_is_forgotten_once_nobody_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,7 @@ class Job:
                 pg.all_reduce(torch.ones(3), timeout=0.5)
 
     def release(self) -> None:
-        """Let the ranks end, whatever the test has found."""
+        """Let the ranks end, after any outcome of the test."""
         for event in (self.hang, self.time_out, self.leave, self.end):
             event.set()
 
@@ -163,7 +163,7 @@ def running() -> Iterator[Job]:
 
 @contextmanager
 def browsing(url: str, program: str) -> Iterator[tuple[Page, list[str]]]:
-    """Open the page; what it complains of, and what it asks of others, ends up in the list."""
+    """Open the page; its errors and its requests to other hosts are added to the list."""
     troubles: list[str] = []
     with sync_api.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])

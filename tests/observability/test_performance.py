@@ -72,7 +72,7 @@ def test_two_late_ranks_are_named_within_a_hundred_operations_everywhere() -> No
         documents = [known.ask(rank, "/stragglers") for rank in (0, 3)]
         for document in documents:
             assert sorted(each["rank"] for each in document["stragglers"]) == list(late)
-            assert document["asked_rank"] == 0  # the one that watches
+            assert document["asked_rank"] == 0  # the watching rank
             for each in document["stragglers"]:
                 assert 0.03 < each["late_s"] < 0.08
             assert document["silent"] == {}
@@ -84,7 +84,7 @@ def test_two_late_ranks_are_named_within_a_hundred_operations_everywhere() -> No
         assert observability.slowest_rank() in late
         assert observability.slowest_rank({0: metrics}) in late
         known.servers[0].close()
-        document = known.ask(3, "/stragglers")  # another rank asks those that are left
+        document = known.ask(3, "/stragglers")  # another rank queries the remaining ones
         assert document["asked_rank"] == 1
         assert sorted(each["rank"] for each in document["stragglers"]) in ([], [2], list(late))
         assert "0" in document["silent"]

@@ -97,7 +97,7 @@ def test_the_dump_of_a_real_run_satisfies_the_analyser(tenant: Tenant, tmp_path:
         pg.barrier()
         return pg.info.uid
 
-    # One of its own: what ran in this process before must not be in the ring.
+    # A separate recorder: earlier operations of this process must not be in the ring.
     fresh = FlightRecorder()
     remove = add_instrument(fresh)
     try:

@@ -1,7 +1,8 @@
-"""Ways in which a job hangs, injected into three processes: any healthy rank names the culprit in seconds.
+"""Situations in which a job hangs, injected into three processes: any healthy rank names the culprit in
+seconds.
 
-A situation is what each rank does once the group and the control planes are there. The ranks do not know that
-they are looked at: the test asks from outside, as an operator does.
+A situation defines the behaviour of each rank once the group and the control planes are there. The ranks do
+not know that they are observed: the test queries them from outside, as an operator does.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def different_branch(pg: ProcessGroup, folder: Path) -> None:
 @others_reduce
 def slow_disk(pg: ProcessGroup, folder: Path) -> None:
     os.mkfifo(folder / "batch")
-    (folder / "batch").read_bytes()  # nobody ever writes
+    (folder / "batch").read_bytes()  # no process ever writes
 
 
 @others_reduce
@@ -219,11 +220,11 @@ class Situation:
     """A way to hang.
 
     Attributes:
-        part: What each rank does.
+        part: The behaviour of each rank.
         culprits: Ranks that are named.
-        words: What the verdict says of them.
-        asked: The rank that is asked.
-        backend: That of the group.
+        words: The verdict's text about them.
+        asked: The rank that is queried.
+        backend: The backend of the group.
     """
 
     part: Part
@@ -273,7 +274,7 @@ SITUATIONS = (
 
 
 def run_rank(pipe: Connection, situation: Situation, rank: int, port: int, folder: Path) -> None:
-    """Be a rank of a situation: build the group, tell where the control plane is, hang."""
+    """Be a rank of a situation: build the group, send the address of the control plane, hang."""
     if port:
         store: Any = dist2.TCPStore("127.0.0.1", port, is_master=False)
     else:
@@ -353,7 +354,7 @@ def _end_the_store(port: int, by: signal.Signals) -> None:
 
 
 def _found(situation: Situation, url: str, token: str) -> Any:
-    """Return the first diagnosis that says what it should, or the last after a while."""
+    """Return the first diagnosis that is as expected, or the last one after a while."""
     began = time.monotonic()
     while True:
         found = ask(url, token, "/desync?after_ms=200&limit_ms=500")

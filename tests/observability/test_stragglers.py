@@ -161,7 +161,7 @@ def test_the_chance_is_that_of_dealing_at_random() -> None:
     assert chance(0, 6, 3, 4) == 1
 
 
-# Entries: what the recorder tells
+# Entries: times of calls from the recorder
 
 
 def test_entries_tell_when_a_rank_called_what_all_wait_for() -> None:

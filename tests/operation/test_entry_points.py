@@ -45,7 +45,7 @@ _c10d: Any = torch._C._distributed_c10d
 
 @pytest.fixture
 def pg() -> Iterator[ProcessGroup]:
-    """Yield a group of two, whose other rank does what this one does."""
+    """Yield a group of two ranks; the other rank makes the same calls."""
     with dist2.new_group("fake", store=HashStore(), rank=0, world_size=2) as pg:
         yield pg
 
@@ -65,7 +65,7 @@ def two() -> list[torch.Tensor]:
     return [t(), t()]
 
 
-# What runs operations, and what does not
+# Methods that run operations, and methods that do not
 
 OPERATIONS: dict[str, Call] = {
     "all_gather": lambda pg: pg.all_gather(two(), t()),
@@ -108,7 +108,7 @@ OPERATIONS: dict[str, Call] = {
 """Methods of a group that run operations."""
 
 WITH_A_PEER = {"recv_object"}
-"""Methods that do too, of what a peer has sent."""
+"""Methods that run operations too, with data that a peer has sent."""
 
 NO_OPERATIONS = {
     *(
@@ -127,7 +127,8 @@ NO_OPERATIONS = {
     *("register_completion_hook", "revoke", "setGroupDesc", "setGroupName", "set_timeout", "shrink"),
     *("shutdown", "size", "split", "split_by", "split_group", "timeout_s", "waited_ns"),
 }
-"""Methods that ask, meet through the store, or close: what they call minds for itself."""
+"""Methods that query, meet through the store, or close: the functions that they call are protected
+themselves."""
 
 LEGACY_OPERATIONS: dict[str, Callable[[], object]] = {
     "_all_gather_base": lambda: legacy._all_gather_base(whole(), t()),
@@ -196,7 +197,7 @@ def legacy_coalesced() -> None:
 
 
 class Looks:
-    """What a signal handler would find in the midst of each operation."""
+    """The state that a signal handler would find during each operation."""
 
     def __init__(self, pg: ProcessGroup) -> None:
         self.found: list[tuple[bool, bool]] = []
@@ -224,7 +225,7 @@ def public_names(of: type) -> set[str]:
 
 
 def test_every_public_method_is_known() -> None:
-    """A new one belongs in a table of this module."""
+    """New methods must be entered in a table of this module."""
     assert public_names(ProcessGroup) == {*OPERATIONS, *WITH_A_PEER, *NO_OPERATIONS}
     functions = {name for name in legacy.__all__ if isinstance(getattr(legacy, name), FunctionType)}
     assert functions == {*LEGACY_OPERATIONS, *LEGACY_WITH_A_PEER, *LEGACY_NO_OPERATIONS}
@@ -280,7 +281,7 @@ LEFT_OUT = {
     "dist2.backends.plugin",  # an object of another package runs these
     "dist2.group.open_groups",  # the same thread may take its lock again; tables change in single steps
     "dist2.security",  # counts refusals, on the acceptor's thread
-    # What Ctrl-C breaks off here is one change of a table, whose lock it releases.
+    # Ctrl-C interrupts a single change of a table here, and the table's lock is released.
     *(
         "dist2.operation.instruments",
         "dist2.backends.registry",
@@ -341,7 +342,7 @@ def test_unmarked_code_that_enters_the_data_plane_is_seen() -> None:
 
 
 class Closed(Told):
-    """Notes which thread tells that a group is closed."""
+    """Records the thread that reports the end of a group."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -373,7 +374,7 @@ ENDS: dict[str, Call] = {
 
 @pytest.mark.parametrize("name", ENDS)
 def test_a_group_that_is_closed_between_operations_is_closed_here(name: str) -> None:
-    """An unmarked function would have it done on another thread, and `shutdown` wait for nothing."""
+    """An unmarked function would run on another thread, and `shutdown` would wait for nothing."""
     closed = Closed()
     remove = dist2.add_instrument(closed)
     try:

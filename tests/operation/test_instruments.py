@@ -15,7 +15,7 @@ from dist2.operation.instruments import Dispatch
 
 
 class Seen:
-    """Writes down what it is told; raises at one of it."""
+    """Records its calls; raises at one of them."""
 
     def __init__(self, fails_at: str = "") -> None:
         self.told: list[tuple[str, Any]] = []
@@ -84,7 +84,7 @@ def test_a_real_group_tells_of_all_it_does() -> None:
                 pg.recv(torch.ones(1), 0)
             pg.barrier(async_op=True).wait()
             with pytest.raises(InvalidUsageError):
-                pg.broadcast(torch.ones(1), 5)  # nobody is told of what never was
+                pg.broadcast(torch.ones(1), 5)  # no instrument is called for a refused call
 
         run_ranks(2, body, TENANTS[0])
     finally:

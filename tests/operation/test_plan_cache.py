@@ -254,7 +254,7 @@ class Asked:
 
 
 def marked(marks: tuple[int, int, int, int]) -> tuple[PythonPlans, Asked]:
-    """Return plans that go by marks, and what they ask where these do not tell."""
+    """Return plans that use marks, and their questions to torch if marks are not enough."""
     asked, types = Asked(), (torch.Tensor, torch.nn.Parameter)
     api: Any = torch.Tensor.__dlpack_c_exchange_api__
     return compiled.records.Plans(PythonPlans(), api, types, asked, marks), asked
@@ -328,7 +328,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
 @c_alone
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_tensor_that_has_changed_is_read_anew(change: str) -> None:
-    """What was kept of it before is for none other than it was."""
+    """Its cached description must not serve the changed tensor."""
     records: Any = compiled.records
     found = records.find_marks(plans_module.samples())
     keeping, asking = marked(found)[0], marked((*found[:3], 0))[0]
@@ -350,7 +350,7 @@ def test_a_tensor_that_has_changed_is_read_anew(change: str) -> None:
 @c_alone
 @pytest.mark.parametrize("shape", [(), (0,), (4,), (2, 2), (1, 1, 1, 1, 4), (1, 1, 1, 1, 1, 1, 4)])
 def test_what_is_kept_of_a_tensor_is_what_torch_says(shape: tuple[int, ...]) -> None:
-    """Of those with many dimensions, whose shape is elsewhere, too."""
+    """Also for tensors with many dimensions, with a shape outside of the C++ half."""
     made, _ = marked(compiled.records.find_marks(plans_module.samples()))
     kept: dict[tuple[torch.dtype, int], Plan] = {}
     tensors = [torch.ones(shape, dtype=dtype) for dtype in (torch.float32, torch.int32, torch.float16)] * 2

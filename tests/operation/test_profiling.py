@@ -47,7 +47,7 @@ def test_a_profile_shows_operations_until_they_are_complete(tmp_path: Path) -> N
             with record_function("compute"):
                 torch.ones(8).sum()
             goes_on.set()
-            while not work.is_completed():  # nobody waits in it: a thread of the group's completes it
+            while not work.is_completed():  # no thread waits in it: a thread of the group completes it
                 time.sleep(0.001)
             received = pg.irecv(tensor, 1)
             received.wait()

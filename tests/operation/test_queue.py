@@ -22,7 +22,7 @@ def operation() -> Operation:
 
 
 def ignore() -> None:
-    """Nobody needs to know that the queue was left."""
+    """The end of a queue is of no interest here."""
 
 
 def waited(event: threading.Event) -> None:
@@ -221,7 +221,7 @@ class Threadless(CollectiveQueue):
     """One whose thread does nothing."""
 
     def _run(self) -> None:
-        """Leave all to whoever waits."""
+        """Leave all jobs to threads that wait."""
 
 
 def test_what_a_job_returns_is_raised_by_whoever_waits_and_ran_it() -> None:
@@ -255,7 +255,7 @@ def test_the_thread_runs_what_nobody_waits_for_after_somebody_helped() -> None:
 
 @pytest.mark.parametrize("behind", [0, 2])
 def test_a_callback_may_wait_for_what_is_queued(behind: int) -> None:
-    """Whoever tells that a job is done has the turn, and may be the thread that would run the next."""
+    """The thread that reports a job's end has the turn, and may be the one that would run the next."""
     queue, ran, told = CollectiveQueue("told"), list[int](), threading.Event()
     mine = operation()
 
@@ -305,7 +305,7 @@ def test_a_job_is_numbered_before_it_runs() -> None:
     class Slow(CollectiveQueue):
         def issue(self) -> int:
             seq = super().issue()
-            threading.Event().wait(0.002)  # the thread is awake, and faster than whoever put the job
+            threading.Event().wait(0.002)  # the thread is awake, and faster than the one that queued the job
             return seq
 
     queue = Slow("numbered")

@@ -125,7 +125,7 @@ def test_a_job_is_awaited_while_none_could_run(turns: type[PythonQueueState]) ->
     waiter = threading.Thread(target=lambda: found.append(made.await_job(10.0)))
     waiter.start()
     waiter.join(0.02)
-    assert waiter.is_alive()  # somebody has the turn
+    assert waiter.is_alive()  # a thread has the turn
     made.left()
     waiter.join(5)
     assert found == [True]
@@ -181,7 +181,7 @@ def test_no_wake_up_is_lost(turns: type[PythonQueueState]) -> None:
 def test_a_job_that_nobody_comes_for_is_found_at_once(
     turns: type[PythonQueueState], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns_module, "PATIENCE_S", 3600.0)  # in C it is what it is
+    monkeypatch.setattr(turns_module, "PATIENCE_S", 3600.0)  # in C the value is fixed
     made = turns()
     made.hurry()  # nothing is queued: nothing to hurry
     assert not made.await_job(0.001)
@@ -190,5 +190,5 @@ def test_a_job_that_nobody_comes_for_is_found_at_once(
     assert made.await_job(10.0)
     assert made.enter_queued()
     made.issue()
-    made.hurry()  # somebody has the turn, and comes to what is queued in time
+    made.hurry()  # a thread has the turn, and runs the queued jobs in time
     assert not made.idle

@@ -84,7 +84,7 @@ def test_an_error_names_the_operation_and_leaves_the_queue(pg: ProcessGroup, nam
         assert caught.value.__context__ is None
     assert [each.state for each in failed] == [State.FAILED] * 2
     assert pg._runner.queue.idle
-    assert pg._runner.queue.close()  # nobody is counted as beside it, either
+    assert pg._runner.queue.close()  # no call is counted as beside it, either
 
 
 @pytest.mark.parametrize("async_op", [False, True])
@@ -202,7 +202,7 @@ def test_limits_of_any_kind_are_the_same_on_both_ways(pg: ProcessGroup) -> None:
     for wrong in (float("nan"), 0.0, -1.0, True):
         with pytest.raises(InvalidUsageError, match="timeout"):
             pg.all_reduce(torch.ones(2), timeout=wrong)
-    assert pg.barrier().operation.seq == 5  # what is refused has no number
+    assert pg.barrier().operation.seq == 5  # a refused call has no number
 
 
 def test_limits_are_those_of_the_call_or_the_group(pg: ProcessGroup) -> None:

@@ -31,7 +31,7 @@ pytestmark = [
 
 
 class Listener:
-    """An instrument that is told of the sends of rank 0, and hands them on."""
+    """An instrument that passes the sends of rank 0 on."""
 
     def __init__(self, started: Callable[[Operation], None], finished: Callable[[Operation], None]) -> None:
         self._started = started

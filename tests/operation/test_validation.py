@@ -41,7 +41,7 @@ def sparse() -> torch.Tensor:
     return torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (3,), check_invariants=True)
 
 
-# What may stand in place of a tensor, whatever the operation: what is wrong, and what the message says of it
+# Wrong values in place of a tensor, for any operation: the value, and the message about it
 NO_TENSOR: dict[str, tuple[Any, str]] = {
     "None": (lambda: None, "must be a torch.Tensor, got NoneType: None"),
     "a number": (lambda: 3.5, "must be a torch.Tensor, got float: 3.5"),
@@ -200,7 +200,7 @@ def rooted_cases() -> Iterator[tuple[str, Call, str]]:
             lambda pg, make=make: pg.gather(make(), ones(3)),
             f"outputs.*{re.escape(said)}",
         )
-        if name not in SHARED_LIST:  # what is only read may be shared
+        if name not in SHARED_LIST:  # inputs may share memory
             yield (
                 f"scatter-inputs-{name}",
                 lambda pg, make=make: pg.scatter(ones(3), make()),
@@ -297,7 +297,7 @@ def test_bad_arguments(kind: str, known: bool) -> None:
             except InvalidUsageError as error:
                 if not re.search(message, str(error), re.DOTALL):
                     unseen.append(f"{name}: {message!r} is not in {str(error)!r}")
-            except Exception as error:  # noqa: BLE001 - told with its case
+            except Exception as error:  # noqa: BLE001 - reported with its case
                 unseen.append(f"{name}: {error!r}")
             else:
                 unseen.append(f"{name}: nothing was raised")

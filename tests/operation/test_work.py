@@ -134,12 +134,12 @@ def test_every_operation_has_a_type_of_c10d() -> None:
 
 
 def test_a_batch_of_which_one_fails_fails() -> None:
-    """Also where the last of it is fine: whoever waits or chains learns of it."""
+    """Also if its last operation succeeds: any thread that waits or chains gets the error."""
 
     def body(pg: ProcessGroup) -> None:
         cpu = torch.device("cpu")
         pg._start_coalescing(cpu)
-        nothing = pg.recv(torch.ones(1), pg.rank(), 4, timeout=0.1)  # nobody sends it
+        nothing = pg.recv(torch.ones(1), pg.rank(), 4, timeout=0.1)  # no rank sends it
         self_sent = pg.send(torch.ones(1), pg.rank(), 3)
         work = pg._end_coalescing(cpu)
         future = work.get_future()
@@ -157,7 +157,7 @@ def test_a_batch_of_which_one_fails_fails() -> None:
 
 
 def call(ask: Callable[[], T]) -> T:
-    """Call as C++ does: nothing in this code names what it calls."""
+    """Call as C++ does: this code does not contain the name of the called method."""
     return ask()
 
 

@@ -1,4 +1,4 @@
-"""Works that nobody has any more are used again, and only those."""
+"""Works without references are reused, and only those."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(records is None, reason="the part in C is not bu
 
 @pytest.fixture
 def pg() -> Iterator[ProcessGroup]:
-    """Yield a group of one, with no Works to be used again but those that a test makes."""
+    """Yield a group of one, with no reusable Works other than the test's."""
     with dist2.new_group("fake", store=dist2.HashStore(), rank=0, world_size=1) as pg:
         taken = [pg.barrier() for _ in range(16)]
         yield pg

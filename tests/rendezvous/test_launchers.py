@@ -159,7 +159,7 @@ def test_mpi_launchers(launcher: str, tmp_path: Path) -> None:
 
 
 def test_srun_of_one_host(tmp_path: Path) -> None:
-    """As srun starts them: both ranks on one node."""
+    """Both ranks on one node, as srun starts them."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     shell = shutil.which("sh")

@@ -65,10 +65,10 @@ def meet(
     late_s: float = 0.0,
     **options: Any,
 ) -> list[Any]:
-    """Meet as ranks that are threads; return the meetings, or what the body made of them.
+    """Meet as ranks that are threads; return the meetings, or the body's results for them.
 
     Args:
-        late_s: How much later than the others rank 0 comes, in seconds.
+        late_s: Delay of rank 0 against the others, in seconds.
     """
 
     def rank(number: int) -> Any:
@@ -195,7 +195,7 @@ def test_an_agents_store_of_an_earlier_attempt_is_no_obstacle(monkeypatch: pytes
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     url = f"tcp://127.0.0.1:{agent.port}"
     for size in (2, 2, 3):
-        # What an earlier attempt left: a leader, its ranks, and go.
+        # Leftovers of an earlier attempt: a leader, its ranks, and go.
         agent.set("dist2/leader", f"dead{size}")
         for rank in range(size):
             agent.set(f"dist2/dead{size}/rank/{rank}", f"elsewhere/1/{rank}")
@@ -241,7 +241,7 @@ def test_a_rank_that_gave_up_and_comes_again_is_not_started_twice(tmp_path: Path
     for obstacle in ("rank 0 waits for other ranks, or is gone", "rank 1 has registered before"):
         with pytest.raises(RendezvousError, match=f"rank 1 of 2 waited 0.3 s: {obstacle}"):
             rendezvous(url, 1, 2, timeout=0.3)
-    assert not store.check(["dist2/g/go"])  # rank 0 hears of no fault
+    assert not store.check(["dist2/g/go"])  # rank 0 gets no report of a failure
 
 
 def test_world_sizes_that_differ_are_told_to_all(url: str) -> None:
@@ -282,7 +282,7 @@ def test_what_no_rank_comes_with_is_no_request(text: bytes) -> None:
     assert JoinRequest.read(request.to_text().encode()) == request
 
 
-# What is missing or wrong
+# Missing or wrong ranks
 
 
 def test_missing_ranks_are_named(url: str) -> None:
@@ -305,7 +305,7 @@ def test_missing_ranks_are_named(url: str) -> None:
 
 
 class EndingStore(HashStore):
-    """Whose rank 0 gives up when rank 2 has signed in, and ends when rank 2 has heard of that."""
+    """A store with a rank 0 that gives up when rank 2 has registered, and ends when rank 2 has the reason."""
 
     is_over = False
 
@@ -557,7 +557,7 @@ def test_a_rank_that_is_given_twice_must_agree() -> None:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Wait for the thread that tells other ranks of an error: it does not try for long, nobody comes."""
+    """Wait for the thread that reports an error to other ranks: it tries briefly, as no rank comes."""
     monkeypatch.setattr("dist2.rendezvous.session._TELL_S", 0.1)
     yield
     for thread in threading.enumerate():

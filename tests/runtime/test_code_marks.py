@@ -15,7 +15,7 @@ from dist2.runtime.code_marks import CodeMarks, codes_of, folders_of, library
 
 
 class Kind(enum.Enum):
-    """What marks may say."""
+    """Values of marks."""
 
     WARM = enum.auto()
     COLD = enum.auto()

@@ -29,7 +29,7 @@ Call = Callable[[ProcessGroup], Work]
 
 
 def box_of(half: Any) -> Any:
-    """Return what holds the C++ half of a work or group."""
+    """Return the holder of the C++ half of a work or group."""
     return half.boxed()
 
 

@@ -1,4 +1,4 @@
-"""Other processes: told apart from those that have the number later, and how each ended."""
+"""Other processes: distinguished from later ones with the same id, and how each ended."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_a_doorbell_rings_across_descriptors() -> None:
 
 
 def test_no_descriptor_is_left_of_a_process_that_ended_while_it_was_met() -> None:
-    """Its number may be another's by then, whose file of that descriptor would be written to."""
+    """Its process id may belong to another process by then, and a file of that one would be written."""
     here = SharedHost()
     where = here.locators()
 
@@ -162,7 +162,7 @@ def test_who_sleeps_until_others_join_says_so() -> None:
 
 
 def test_groups_are_found_whatever_their_contexts_and_however_many_came_and_went() -> None:
-    """Contexts that fall on one entry of the directory, in an order that leaves gaps."""
+    """Contexts with the same entry in the directory, in an order that leaves gaps."""
     arena = Arena(MIB)
     assert arena.allocate(16 * DIRECTORY_ENTRIES) == PAGE_BYTES
     here, there = Directory(arena), Directory(attach(arena.locator))
@@ -194,7 +194,7 @@ def test_a_full_directory_refuses() -> None:
 
 
 def test_a_process_maps_an_arena_once() -> None:
-    """Ranks that are threads map each other's: their own is there already."""
+    """Ranks that are threads share the process's mapping of an arena."""
     arena = Arena(1 << 20)
     assert attach(arena.locator) is arena
     other = Arena(1 << 20)

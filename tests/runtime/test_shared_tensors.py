@@ -1,4 +1,4 @@
-"""Shared tensors: ordinary to their owner, found by peers, and gone when nobody refers to them."""
+"""Shared tensors: ordinary to their owner, found by peers, and freed without references."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_recorded_bytes_open_nothing_a_second_time() -> None:
 
 
 def test_a_reflected_challenge_proves_nothing() -> None:
-    """Somebody without the secret lets a caller answer the challenge that it got as a caller itself."""
+    """An attacker without the secret lets a caller answer the challenge that it got as a caller itself."""
     honest = listener()
     opener = caller().opener
     challenge = feed(honest, opener)
@@ -149,7 +149,7 @@ def test_a_reflected_challenge_proves_nothing() -> None:
     with pytest.raises(RefusalError):
         feed(honest, proof)  # it covers the victim's opener, not this one
     with pytest.raises(RefusalError):
-        feed(caller(), opener)  # what a caller says is nothing that a listener says
+        feed(caller(), opener)  # a caller's message is never valid as a listener's
     with pytest.raises(RefusalError):
         feed(victim, proof)
 

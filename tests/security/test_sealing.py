@@ -136,7 +136,7 @@ def test_all_ranks_learn_at_once_who_differs(
 
 
 class Meddler(HashStore):
-    """A store that somebody else can write to: cards come out as that one likes."""
+    """A store that an attacker can write to: it changes cards on the way."""
 
     def __init__(self, meddle: Callable[[list[bytes]], list[bytes]]) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Meddler(HashStore):
 
 
 def test_a_strangers_card_is_not_met(node_of: Callable[..., Node]) -> None:
-    """It names its own process, on this very host, whose memory could be mapped."""
+    """The card names its own process, on this host, with memory that could be mapped."""
     stranger = Node(config=Config())
     try:
         card = stranger.card.to_json().encode()

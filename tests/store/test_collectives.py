@@ -71,7 +71,7 @@ def test_barrier(team: Any, store: Any, size: int) -> None:
 def test_a_barrier_need_not_block(team: Any, store: Any) -> None:
     ranks = [team(store, rank, 3) for rank in range(3)]
     for rank in (2, 1):
-        ranks[rank].barrier("here first", LIMIT, False)  # nobody else comes until it returns
+        ranks[rank].barrier("here first", LIMIT, False)  # no other rank comes until it returns
     ranks[0].barrier("here first", LIMIT, True)
 
     def body(collectives: Any, rank: int) -> None:

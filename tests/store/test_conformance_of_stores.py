@@ -307,7 +307,7 @@ def test_add_to_text(store: Any) -> None:
         store.add("text", 1)
 
 
-# What dist2 promises beyond torch.
+# Promises of dist2 beyond torch's.
 
 
 own = only(lambda kind: kind.name in OWN)

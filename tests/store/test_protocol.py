@@ -223,7 +223,7 @@ def test_garbage_is_decoded_or_refused(garbage: bytes, cuts: list[int]) -> None:
         found = in_pieces(decoder, garbage, cuts)
     except WireError:
         return
-    # What was taken for messages cannot be more than there was.
+    # The decoded messages cannot be longer than the input.
     assert sum(len(encode_request(request)) for request in found) <= len(garbage)
 
 

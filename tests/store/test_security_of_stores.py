@@ -38,7 +38,7 @@ def _every_line_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> Setter:
-    """Return what sets and unsets variables."""
+    """Return a function that sets and unsets variables."""
 
     def set_to(**variables: str | None) -> None:
         for name, value in variables.items():
@@ -147,7 +147,7 @@ def test_torchs_client_is_refused_by_a_server_with_a_secret(master: dist2.TCPSto
 
 
 def test_an_impostor_learns_nothing_and_is_found_out(settings: Setter) -> None:
-    """A server that does not know the secret answers as well as it can; the client says nothing to it."""
+    """A server without the secret answers as well as it can; the client sends it nothing more."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         heard = bytearray()
 
@@ -194,7 +194,7 @@ def test_a_recorded_handshake_opens_nothing_a_second_time(master: dist2.TCPStore
 
 
 def test_nothing_is_read_before_the_handshake(master: dist2.TCPStore) -> None:
-    """Queries right behind a handshake that fails are never carried out."""
+    """Requests behind a failed handshake are never executed."""
     caller = Caller(Secret(b"a wrong secret, but long"), Plane.STORE, "job", "", "")
     with socket.create_connection(("127.0.0.1", master.port), timeout=5) as sock:
         sock.sendall(caller.opener)
@@ -321,7 +321,7 @@ def test_members_with_certificates_meet(
 
 
 def test_the_store_is_encrypted(encrypted: dist2.TCPStore) -> None:
-    """A relay between client and server sees nothing of what is stored."""
+    """A relay between client and server sees none of the stored values."""
     seen = bytearray()
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -379,7 +379,7 @@ def test_a_certificate_of_another_authority_is_refused(
     with pytest.raises(AuthenticationError, match="unknown ca"):
         join(encrypted)
     settings(**ours.variables)
-    join(encrypted).close()  # whoever is let in comes after those refused were counted
+    join(encrypted).close()  # an accepted client is handled after the refused ones were counted
     assert counted("tls") >= before + 2
 
 

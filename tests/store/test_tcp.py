@@ -38,7 +38,7 @@ from dist2.store.protocol import MAGIC, Query, Request, encode_request
 HELLO = encode_request(Request(Query.VALIDATE, number=MAGIC))
 PING = encode_request(Request(Query.PING, number=7))
 PATIENCE_S = 5.0
-"""How long what is late may be called again: see `timed_within`."""
+"""How long late calls may be repeated: see `timed_within`."""
 NEVER = 1 << 30
 """How many must come to a barrier that each such call comes to once more."""
 
@@ -72,8 +72,8 @@ def timed_within(
 ) -> BaseException:
     """Return the error of a call that must take so long.
 
-    It is called again where it was late: other processes may keep this one waiting now and then, and what
-    is late by itself is so each time.
+    It is repeated while it is late: other processes may delay this one now and then, but a real delay occurs
+    each time.
     """
     late: list[float] = []
     while sum(late) < PATIENCE_S:
@@ -601,7 +601,7 @@ def test_a_forked_child_cannot_use_its_parents_store(master: dist2.TCPStore) -> 
 
 
 def talk(port: int, *parts: bytes) -> bytes:
-    """Send parts on one connection; return what came back until it was closed, or all was quiet."""
+    """Send parts on one connection; return the bytes that come until its end, or until none come."""
     with socket.create_connection(("127.0.0.1", port), timeout=2) as sock:
         for part in parts:
             sock.sendall(part)

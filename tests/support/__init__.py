@@ -1,1 +1,1 @@
-"""What tests share: ranks as threads and processes, programs, stores, limits in time, oracles."""
+"""Helpers that tests share: ranks as threads and processes, programs, stores, time limits, oracles."""

@@ -1,4 +1,4 @@
-"""What dist2 logs while a test looks."""
+"""The log records of dist2 during a test."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ class Certificates:
     """Files of one member of a job.
 
     Attributes:
-        variables: What to set in the environment to use them.
+        variables: The environment variables that select them.
     """
 
     variables: dict[str, str]

@@ -41,7 +41,8 @@ def _why_missing(package: str, programs: tuple[str, ...]) -> str:
 def _install(package: str) -> str:
     """Download within the time, then install; return the reason if that fails.
 
-    Only what may be stopped at any moment has a limit: dpkg would leave a package half configured.
+    Only the download has a limit, because it may be stopped at any moment: dpkg would leave a package half
+    configured.
     """
     ends_s = time.monotonic() + DOWNLOAD_S
     install = ["install", "-y", "-qq", "--no-install-recommends", "-o", "DPkg::Lock::Timeout=60", package]

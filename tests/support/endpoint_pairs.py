@@ -32,7 +32,7 @@ class Side:
     """One of two ranks.
 
     Attributes:
-        in_c: Its short way is the one in C.
+        in_c: Its short path is the one in C.
     """
 
     node: Node
@@ -59,14 +59,14 @@ class Side:
         return posted
 
     def wait_posted(self, posted: Receiving, buffer: bytearray, tag: int = 0, timeout_s: float = 0.1) -> bool:
-        """Wait for what `post` returned, by the short way."""
+        """Wait for a receive returned by `post`, by the short path."""
         lot = Lot(self.peer, tag, PRINT, len(buffer))
         way = self._in_c(lot) if self.in_c else self.endpoint.ways.express_receive(lot)
         return way.wait_posted(posted, address_of(memoryview(buffer)), deadline_in(timeout_s))
 
     @property
     def account(self) -> Account:
-        """What this side has sent to the other, and received from it."""
+        """The account of messages to and from the other side."""
         return self.endpoint._mailbox.accounts[True][self.peer]
 
     def _in_c(self, lot: Lot) -> Express:
@@ -112,7 +112,7 @@ def text(number: int) -> bytes:
 
 
 def pattern(nbytes: int, salt: int = 0) -> bytearray:
-    """Return what a long message is made of: another for each salt."""
+    """Return the bytes of a long message: different ones for each salt."""
     return bytearray(random.Random(salt).randbytes(nbytes))
 
 
@@ -122,7 +122,7 @@ def two_sides(share: bool = True, in_c: tuple[bool, bool] = (False, False)) -> I
 
     Args:
         share: Rings, not sockets.
-        in_c: Which of them have their short way in C.
+        in_c: Which of them have their short path in C.
     """
     nodes = [Node(attend_s=0), Node(attend_s=0)]
     cards = [node.card for node in nodes]
@@ -152,7 +152,7 @@ def two_sides(share: bool = True, in_c: tuple[bool, bool] = (False, False)) -> I
 
     together(*(partial(greet, side) for side in ranks))
     for side in ranks * 2:
-        side.endpoint.attend()  # one that had to wait long may have asked the other what it calls
+        side.endpoint.attend()  # after a long wait, a side may have asked the other for its call
     yield ranks[0], ranks[1]
     for side in ranks:
         side.endpoint.close()

@@ -18,7 +18,7 @@ class Raised:
         self._made: list[weakref.ref[MarkedError]] = []
 
     def raising(self, name: str) -> Callable[..., NoReturn]:
-        """Return a callable that raises an exception of a name, whatever it is called with."""
+        """Return a callable that raises an exception of a name, for any arguments."""
 
         def raise_it(*_: object, **__: object) -> NoReturn:
             error = MarkedError(name)
@@ -31,7 +31,7 @@ class Raised:
         """Return the exception that a call raises, by its text, and those in its chain of contexts."""
         try:
             call(*arguments)
-        except BaseException as error:  # noqa: BLE001 - it is what the test wants
+        except BaseException as error:  # noqa: BLE001 - the test examines it
             chain: list[str] = []
             each: BaseException | None = error
             while each is not None and len(chain) < 10:

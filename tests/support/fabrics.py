@@ -39,7 +39,7 @@ class World:
     def close(self) -> None:
         for endpoint in self.endpoints:
             endpoint.close()
-        # At once: each sends the rest of what it has to say, which the others read only while they are open.
+        # All at once: each sends its last frames, which the others read only while they are open.
         together(*(fabric.close for fabric in self.fabrics))
 
 

@@ -1,4 +1,4 @@
-"""Groups without a backend: they number operations and tell instruments of them, as real groups do."""
+"""Groups without a backend: they number operations and call instruments, as real groups do."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def metas(*shapes: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[T
 
 
 class FakeGroup:
-    """What instruments see of a group, driven by hand."""
+    """A group as instruments see it, driven by hand."""
 
     def __init__(self, info: GroupInfo, *instruments: Instrument) -> None:
         self.info = info

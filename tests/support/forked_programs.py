@@ -1,7 +1,7 @@
 """Run programs as ranks that are forks of one process, which has imported torch.
 
 ``python -m support.forked_programs PROGRAM...`` prints a JSON object: for each program and backend the exit
-codes of the ranks and what they wrote.
+codes and the output of the ranks.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def be(rank: int, program: Path, backend: str, folder: Path) -> int:
         warnings.simplefilter("ignore")
         runpy.run_path(str(program), run_name="__main__")
         code = 0
-    except BaseException:  # noqa: BLE001 - told by the file
+    except BaseException:  # noqa: BLE001 - reported in the file
         traceback.print_exc()
     finally:
         sys.stdout.flush()

@@ -39,10 +39,10 @@ def run_on_gpu(
     timeout: float = 60.0,
     **options: Any,
 ) -> list[Any]:
-    """Call ``body(pg, *arguments)`` on each rank; return what each returned, `DIED` where its process ended.
+    """Call ``body(pg, *arguments)`` on each rank; return the result of each, `DIED` if its process ended.
 
     Raises:
-        AssertionError: A rank raised, or has said nothing for `LIMIT_S`.
+        AssertionError: A rank raised, or has sent nothing for `LIMIT_S`.
     """
     pipes, processes = [], []
     for rank in range(world_size):
@@ -97,7 +97,7 @@ def _serve(
         )
         answer = True, body(pg, *arguments)
         pg.shutdown()
-    except BaseException:  # noqa: BLE001 - told to the test
+    except BaseException:  # noqa: BLE001 - reported to the test
         answer = False, traceback.format_exc()
     pipe.send(answer)
     pipe.close()

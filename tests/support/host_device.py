@@ -1,8 +1,8 @@
 """`HostDevice`: host memory as the memory of a device, with streams that run late.
 
-The streams are the stub's threads. Each piece of work waits for a random time first, so that what is read too
-early or freed too early shows. Memory that was freed is filled with a pattern and used again, as CUDA's
-allocator does.
+The streams are the stub's threads. Each piece of work waits for a random time first, so that a read or a
+release that comes too early is noticed. Memory that was freed is filled with a pattern and used again, as
+CUDA's allocator does.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class HostDevice(Device):
     """Host memory, of one rank. Each thread has a current stream of its own.
 
     Args:
-        max_delay_us: How late work on its streams is, at most.
-        blocks: The calling thread is the current stream, as tests of CPU groups have it. Else they queue what
-            they do by `run`.
-        owns: Which tensors are on it.
+        max_delay_us: Longest delay of work on its streams.
+        blocks: The calling thread is the current stream, as in tests of CPU groups. Otherwise tests queue
+            work by `run`.
+        owns: Tells which tensors are on it.
     """
 
     type = "cpu"
@@ -98,7 +98,7 @@ class HostDevice(Device):
             stub().stub_stream_destroy(stream.handle)
 
     def close(self) -> None:
-        """End all streams; raise what failed on them."""
+        """End all streams; raise the exceptions of their work."""
         for stream in list(self._open):
             self.close_stream(stream)
         if self.errors:

@@ -1,4 +1,4 @@
-"""What instruments are told of operations, and a backend that does what a test wants."""
+"""An instrument that records its calls, and a backend with the behaviour that a test sets."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dist2.operation.signature import Operation, State
 
 
 class Told:
-    """An instrument that keeps what it is told.
+    """An instrument that records its calls.
 
     Attributes:
-        events: What happened, in which state, and to which operation.
+        events: Kind of event, state and operation of each call.
     """
 
     def __init__(self) -> None:

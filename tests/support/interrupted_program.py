@@ -1,4 +1,4 @@
-"""A program that is interrupted wherever that matters, and prints what became of it as JSON.
+"""A program that is interrupted at all critical points, and prints the outcomes as JSON.
 
 It knows the public names of dist2 alone, so that it can run with a copy whose modules have other names.
 Its argument is a folder for the store. This process is rank 0, a child that it forks is rank 1.
@@ -42,11 +42,11 @@ OPERATIONS: dict[str, Call] = {
     "from_python_to_c": lambda pg: pg.all_reduce(torch.ones(3), async_op=False),  # the plan is known now
     "message": lambda pg: pg.isend(torch.ones(3), pg.rank()),
 }
-"""Calls that tell instruments in the midst of them."""
+"""Calls that call instruments while they run."""
 
 
 class Instrument:
-    """Does something in the midst of the next operation, and notes who tells that groups are closed."""
+    """Acts during the next operation, and records the callers that close groups."""
 
     def __init__(self) -> None:
         self.next: Callable[[], object] | None = None
@@ -108,7 +108,7 @@ def wait(pg: ProcessGroup, name: str) -> bool | None:
 
 
 def run(pg: ProcessGroup, instrument: Instrument, call: Call) -> bool:
-    """Press Ctrl-C in the midst of a call; return whether it was deferred until that was over."""
+    """Press Ctrl-C during a call; return whether it was deferred until the end of the call."""
     found: list[bool] = []
 
     def press() -> None:
@@ -124,7 +124,7 @@ def run(pg: ProcessGroup, instrument: Instrument, call: Call) -> bool:
 
 
 def closed(pg: ProcessGroup, instrument: Instrument) -> dict[str, str]:
-    """Close groups between operations and in the midst of one; return the threads that did so."""
+    """Close groups between operations and during one; return the threads that did so."""
     store = dist2.HashStore()
     names = [f"closed{index}" for index in range(4)]
     groups = [dist2.new_group("fake", store=store, rank=0, world_size=1, name=name) for name in names]
@@ -140,7 +140,7 @@ def closed(pg: ProcessGroup, instrument: Instrument) -> dict[str, str]:
 
 
 def refused(pg: ProcessGroup, instrument: Instrument) -> str:
-    """Wait for an operation in the midst of another of the same group, as a handler might."""
+    """Wait for an operation during another one of the same group, as a handler might."""
     told: list[str] = []
 
     def call() -> None:
@@ -164,12 +164,12 @@ def lines(pg: ProcessGroup) -> list[bool]:
 
 
 def forked(pg: ProcessGroup) -> str:
-    """Use the group in a forked process; return what that is told."""
+    """Use the group in a forked process; return its error."""
     readable, writable = os.pipe()
     if os.fork() == 0:
         try:
             pg.all_reduce(torch.ones(1))
-        except BaseException as error:  # noqa: BLE001 - told by the parent
+        except BaseException as error:  # noqa: BLE001 - reported by the parent
             os.write(writable, f"{type(error).__name__}: {error}".encode())
         os._exit(0)
     os.close(writable)
@@ -180,7 +180,7 @@ def forked(pg: ProcessGroup) -> str:
 
 
 def main(folder: Path) -> None:
-    """Be rank 0, and rank 1 in a child; print what was found. Leaves a group open."""
+    """Be rank 0, and rank 1 in a child; print the findings. Leaves a group open."""
     rank = 0 if os.fork() else 1
     signal.signal(signal.SIGINT, signal.default_int_handler)
     pg = dist2.new_group(

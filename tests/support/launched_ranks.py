@@ -27,7 +27,7 @@ Body = Callable[[ProcessGroup, Connection], Any]
 def _member(
     pipe: Connection, variables: Variables, body: Body, timeout: float, options: dict[str, Any]
 ) -> None:
-    """Be a rank: say what the body returned, or what was raised and after how long."""
+    """Be a rank: send the body's result, or its exception and when it was raised."""
     os.environ.update(variables)
     torch.set_num_threads(1)
     start = time.monotonic()
@@ -36,7 +36,7 @@ def _member(
     try:
         with dist2.new_group("socket", timeout, name="secured", **options) as pg:
             answer = body(pg, pipe)
-    except Exception as error:  # noqa: BLE001 - told to the test
+    except Exception as error:  # noqa: BLE001 - reported to the test
         answer = (type(error).__name__, str(error), time.monotonic() - start)
     pipe.send((answer, refusals.counts()))
 
@@ -52,11 +52,11 @@ def job(
 
 
 def answers(pipes: list[Connection]) -> list[Any]:
-    """Return what each said in the end, and what it refused; `DIED` for those that said nothing."""
+    """Return the last answer of each rank, and its refusals; `DIED` for those that sent none."""
     return [(DIED, {}) if said is DIED else said for said in answers_of(pipes, ANSWER_S)]
 
 
 def launched(world_size: int, **common: str) -> list[Variables]:
-    """Return what a launcher sets for each rank."""
+    """Return the variables that a launcher sets for each rank."""
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port()), "WORLD_SIZE": str(world_size)}
     return [{**where, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]

@@ -1,4 +1,4 @@
-"""What ranks of several hosts lend each other, as tests hear of it."""
+"""Exposed memory of ranks on several hosts, as a script sees it."""
 
 from __future__ import annotations
 

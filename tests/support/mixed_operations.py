@@ -1,4 +1,4 @@
-"""Operations of all kinds in a few milliseconds, for signals to come in the midst of."""
+"""Operations of all kinds in a few milliseconds, to be interrupted by signals."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dist2 import ProcessGroup
 
 
 def some_of_everything(pg: ProcessGroup, later_numel: int = 30_000) -> None:
-    """Call collectives and messages, short and long, at once and later, and check what came of them."""
+    """Check results of collectives and messages, short and long, synchronous and asynchronous."""
     peer = 1 - pg.rank()
     total = torch.ones(3)
     pg.all_reduce(total)

@@ -46,7 +46,7 @@ context.set_forkserver_preload(
 
 
 class Died:
-    """What a rank "returned" that was killed."""
+    """The "result" of a rank that was killed."""
 
     def __repr__(self) -> str:
         return "died"
@@ -55,7 +55,7 @@ class Died:
 DIED = Died()
 
 ENDS_ARE_TOLD = tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 15)
-"""Whether the kernel tells all processes how another one ended."""
+"""Whether the kernel reports to all processes how another one ended."""
 
 
 def start(body: Callable[..., object], *arguments: Any) -> ForkServerProcess:
@@ -100,10 +100,10 @@ def started(body: Callable[..., object], *each: tuple[Any, ...]) -> Iterator[lis
 
 
 def answers_of(pipes: list[Connection], limit_s: float = CASE_S) -> list[Any]:
-    """Return what came first of each pipe; `DIED` where its process ended without an answer.
+    """Return the first answer of each pipe; `DIED` if its process ended without an answer.
 
     Raises:
-        AssertionError: Some have said nothing within the limit.
+        AssertionError: Some have sent nothing within the limit.
     """
     answers: dict[int, Any] = {}
     deadline = time.monotonic() + limit_s
@@ -137,7 +137,7 @@ def run_processes(
     server: variables that a test sets do not reach them.
 
     Returns:
-        What each returned; `DIED` where the process ended without an answer.
+        The result of each; `DIED` if the process ended without an answer.
 
     Raises:
         AssertionError: A rank raised (with its traceback), or is stuck; `Late` if one was, and no other
@@ -163,7 +163,7 @@ def _results(pipes: list[Connection]) -> list[Any]:
 
 
 def _serve_once(*arguments: Any) -> None:
-    gc.freeze()  # what was imported is not looked through again and again
+    gc.freeze()  # the collector then skips imported objects
     _serve(*arguments)
 
 
@@ -184,7 +184,7 @@ def _serve(
         compiled.steps = None
     backend, platform = options.pop("backend", "socket"), ExitStack()
     if backend == "nccl":
-        options.setdefault("strict", True)  # as CPU groups: who called wrongly is told at the call
+        options.setdefault("strict", True)  # as CPU groups: a wrong call raises at once
         options["platform"] = platform.enter_context(host_platform())
     try:
         store = dist2.FileStore(str(path), world_size)
@@ -192,7 +192,7 @@ def _serve(
             backend, timeout, store=store, rank=rank, world_size=world_size, name="test", **options
         )
         answer = (None, body(pg, *arguments))
-    except BaseException as error:  # noqa: BLE001 - told to the test
+    except BaseException as error:  # noqa: BLE001 - reported to the test
         answer = (verdict(error), traceback.format_exc())
     pipe.send(answer)
     if pg is not None and answer[0] is not None:
@@ -209,7 +209,7 @@ def tell(pg: ProcessGroup, event: str) -> None:
 
 
 def hear(pg: ProcessGroup, *events: str) -> None:
-    """Wait until all of these have been told."""
+    """Wait for all of these events."""
     PrefixStore("events", pg.spec.store).wait(list(events))
 
 
@@ -241,7 +241,7 @@ class Crew:
     def run(
         self, body: Callable[..., Any], *arguments: Any, timeout: float = 20.0, **options: object
     ) -> list[Any]:
-        """Call ``body(pg, *arguments)`` on each rank of a new group; return what each returned.
+        """Call ``body(pg, *arguments)`` on each rank of a new group; return the result of each.
 
         Raises:
             AssertionError: A rank raised (with its traceback), or is stuck.
@@ -265,4 +265,4 @@ def _work(pipe: Connection, rank: int, world_size: int) -> None:
         except EOFError:
             return
         _serve(pipe, body, arguments, path, rank, world_size, timeout, options)
-        gc.collect()  # not in the midst of what the next case measures
+        gc.collect()  # not during the measurements of the next case

@@ -24,8 +24,8 @@ class Ended:
 
     Attributes:
         code: Its exit code.
-        output: What it wrote to stdout.
-        errors: What it wrote to stderr.
+        output: Its output on stdout.
+        errors: Its output on stderr.
     """
 
     code: int
@@ -37,9 +37,9 @@ class Ended:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Return this process's environment without what a launcher sets, and with variables of one's own.
+    """Return this process's environment without the variables of a launcher, and with the given variables.
 
-    Where there are no parts in C for this process, programs are not to look for them, nor to say so.
+    If this process has no C extension, programs must not search for one, nor log that it is missing.
     """
     kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     if compiled.language() != "C":
@@ -84,15 +84,15 @@ def run(
 def torchrun(script: Path, ranks: int, *arguments: str, folder: Path, timeout_s: float = 50.0) -> Ended:
     """Run a script as ranks under torchrun.
 
-    Its agent meets in a file: a store of its own would listen on all interfaces. The port that it finds for
-    the ranks may be anybody's once rank 0 has imported torch, so they get another in its place.
+    Its agent uses a file for rendezvous: its own store would listen on all interfaces. Another program may
+    take the port that it finds for the ranks before rank 0 has imported torch, so the ranks get another port.
 
     Args:
-        script: What each rank runs.
-        ranks: How many.
+        script: The script of each rank.
+        ranks: Number of ranks.
         *arguments: The script's.
         folder: A private one, for the file.
-        timeout_s: How long it may take.
+        timeout_s: Its time limit.
     """
     python = warm_python()
     command = [*python, "-m", "torch.distributed.run"]

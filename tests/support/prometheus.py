@@ -66,7 +66,7 @@ class Prometheus:
 
 
 def until(read: Callable[[], Any], right: Callable[[Any], bool]) -> Any:
-    """Return what is read, once it is right."""
+    """Return the reading once it is right."""
     end = time.monotonic() + ANSWER_S
     while True:
         value = read()

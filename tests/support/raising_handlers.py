@@ -9,7 +9,7 @@ from types import FrameType
 
 
 class Interrupted(Exception):  # noqa: N818 - by a signal handler of the program
-    """What is raised."""
+    """The exception of the signal handler."""
 
 
 def interrupted(where: int, body: Callable[[], object]) -> str:

@@ -90,7 +90,7 @@ def own_node(tenant: Tenant, rank: int) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def host_platform(**device: Any) -> Iterator[Callable[[], tuple[HostDevice, Library]]]:
-    """Yield what an NCCL group takes for its device and library: host memory, and the stub."""
+    """Yield the factory of an NCCL group's device and library: host memory, and the stub."""
     made = HostDevice(**{"max_delay_us": 50, **device})
     try:
         yield lambda: (made, nccl_stubs.library())
@@ -105,10 +105,10 @@ def run_ranks(
     *,
     timeout: float = 20.0,
 ) -> list[Any]:
-    """Call ``body(pg)`` on ``world_size`` threads, each a rank of one new group; return what each did.
+    """Call ``body(pg)`` on ``world_size`` threads, each a rank of one new group; return the result of each.
 
-    Groups are shut down after the body, and aborted where it raised, so that the others come back. What
-    bodies made of them and left open is aborted in the end.
+    Groups are shut down after the body, and aborted if it raised, so that the others return. Groups that a
+    body made and left open are aborted in the end.
 
     Raises:
         RankFailed: From the exception of the rank that failed first; `Late` if it was late, and no other rank
@@ -135,9 +135,9 @@ def run_ranks(
                 ) as pg,
             ):
                 if tenant.backend == "gloo":
-                    connected.wait(timeout)  # it fails to connect to who is done and gone
+                    connected.wait(timeout)  # a connection to a finished rank would fail
                 results[rank] = body(pg)
-        except BaseException as error:  # noqa: BLE001 - told to the test
+        except BaseException as error:  # noqa: BLE001 - reported to the test
             failures.append((time.monotonic(), rank, error))
             connected.abort()
 

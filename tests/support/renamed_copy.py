@@ -11,12 +11,12 @@ import attrs
 
 ROOT = Path(__file__).parent.parent.parent
 STAYS = {"__init__", "py", "legacy", "_moved", "torch_backend", "errors"}
-"""What programs import by name: the rest is the library's own business."""
+"""Names that programs import: all other names are internal."""
 
 
 @attrs.frozen
 class Move:
-    """What becomes of the names of modules.
+    """New names of modules.
 
     Attributes:
         names: The new name of each module and package that moves, by the old one.
@@ -63,7 +63,7 @@ class Move:
 
 
 def planned(source: Path) -> Move:
-    """Return a move of observability, and of all at dist2's top but what programs name."""
+    """Return a move of observability, and of dist2's top level except the names that programs import."""
     paths = [path for path in (source / "dist2").iterdir() if path.name[0].isalpha()]
     children = [path.name.partition(".")[0] for path in paths]
     names = {f"dist2.{name}": f"dist2.within.deeper.new_{name}" for name in children if name not in STAYS}

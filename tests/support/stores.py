@@ -46,7 +46,7 @@ def server(**options: Any) -> dist2.TCPStore:
 
 
 def unused_port() -> int:
-    """Return a port that nobody listened on a moment ago, and that is given to nobody who asks for any."""
+    """Return a port without a listener a moment ago, outside of the kernel's range of ephemeral ports."""
     asked_for_any = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
         port = random.SystemRandom().randrange(asked_for_any // 2, asked_for_any)
@@ -56,12 +56,12 @@ def unused_port() -> int:
 
 @attrs.frozen
 class Kind:
-    """A kind of store, and what is particular about it.
+    """A kind of store, and its properties.
 
     Attributes:
         name: Shown in the test's id.
-        make: Returns a fresh one, given a folder; and what must live as long.
-        own_keys: How many keys it keeps for itself.
+        make: Returns a new one, given a folder, and the objects that must live as long.
+        own_keys: Number of keys that it uses internally.
         queues: It has queues.
         lists: It can list its keys.
         prompt: It notices timeouts and changes within milliseconds.
@@ -119,7 +119,7 @@ TORCHS = (
     Kind("torchs_tcp_on_ours", lambda _: _join(dist.TCPStore, server()), holds_gil=True),
     Kind("torchs_prefix_torchs_hash", lambda _: (dist.PrefixStore("p", dist.HashStore()),)),
 )
-"""torch's stores, which say what is right, and its client on our server."""
+"""torch's stores, the reference for correct results, and torch's client on our server"""
 
 
 class Held:
@@ -157,7 +157,7 @@ def leaving_nothing() -> Iterator[None]:
     yield
     deadline = time.monotonic() + 5
     while True:
-        dist2.HashStore()  # making a store is when those that C++ let go of are looked for
+        dist2.HashStore()  # making a store searches for objects that C++ has released
         left = [each for each in _resources() if each not in before]
         if not left:
             return

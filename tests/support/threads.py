@@ -13,7 +13,7 @@ LIMIT_S = 40.0
 
 
 def together(*bodies: Callable[[], Any], limit_s: float = LIMIT_S) -> list[Any]:
-    """Return what each of some functions returned, or raise what the first to fail raised: see `blamed`."""
+    """Return the results of some functions, or raise the first failure: see `blamed`."""
     results, failures = _call(bodies, limit_s)
     if failures:
         raise blamed(failures)
@@ -21,19 +21,19 @@ def together(*bodies: Callable[[], Any], limit_s: float = LIMIT_S) -> list[Any]:
 
 
 def ends_of(*bodies: Callable[[], Any], limit_s: float = LIMIT_S) -> list[Any]:
-    """Return what each of some functions returned or raised."""
+    """Return the result or the exception of each of some functions."""
     return _call(bodies, limit_s)[0]
 
 
 def _call(bodies: tuple[Callable[[], Any], ...], limit_s: float) -> tuple[list[Any], list[BaseException]]:
-    """Return what each function returned or raised, and what was raised in the order of time."""
+    """Return the result or the exception of each function, and the exceptions in the order of time."""
     results: list[Any] = [None] * len(bodies)
     failures: list[BaseException] = []
 
     def call(index: int) -> None:
         try:
             results[index] = bodies[index]()
-        except BaseException as error:  # noqa: BLE001 - told to the test
+        except BaseException as error:  # noqa: BLE001 - reported to the test
             results[index] = error
             failures.append(error)
 

@@ -45,12 +45,12 @@ class Late(AssertionError):  # noqa: N818 - a failed assertion
 
 
 def in_time(took_s: float, within_s: float, *about: object) -> None:
-    """Check that something took less than was promised.
+    """Check that a duration is below a promised limit.
 
     Args:
-        took_s: How long it took.
-        within_s: What is promised.
-        about: What helps to understand why it took longer.
+        took_s: The measured duration.
+        within_s: The promised limit.
+        about: Values that help to explain a longer duration.
 
     Raises:
         Late: It took longer.
@@ -61,12 +61,12 @@ def in_time(took_s: float, within_s: float, *about: object) -> None:
 
 
 class Verdict(Enum):
-    """What the failure of a rank says of a test."""
+    """The judgement of a rank's failure."""
 
     LATE = auto()
     """A promise about time was not kept."""
     FOLLOWS = auto()
-    """Another rank has failed, and this one was told, or waits for it."""
+    """Another rank has failed, and this one got its error, or waits for it."""
     WRONG = auto()
     """Something else."""
 
@@ -79,13 +79,13 @@ def verdict(error: BaseException) -> Verdict:
 
 
 def failure(about: str, *verdicts: Verdict) -> AssertionError:
-    """Return what a test fails with whose ranks failed so: one that was late does not excuse the others."""
+    """Return the failure of a test, given its ranks' verdicts: a late rank does not excuse the others."""
     late = Verdict.LATE in verdicts and Verdict.WRONG not in verdicts
     return Late(about) if late else AssertionError(about)
 
 
 def blamed(errors: Sequence[BaseException]) -> BaseException:
-    """Return the failure to tell of several, in the order of time: what is wrong before what is late."""
+    """Return the failure to report out of several, in the order of time: wrong ones before late ones."""
     for judged in (Verdict.WRONG, Verdict.LATE):
         for error in errors:
             if verdict(error) is judged:
@@ -93,7 +93,7 @@ def blamed(errors: Sequence[BaseException]) -> BaseException:
     return errors[0]
 
 
-# What pytest calls: `conftest.py` registers this module
+# Hooks of pytest: `conftest.py` registers this module
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -136,7 +136,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say who was late."""
+    """Report late tests."""
     for outcome in ("passed", "failed"):
         for report in terminalreporter.stats.get(outcome, []):
             for late in (value for name, value in report.user_properties if name == _PROPERTY):

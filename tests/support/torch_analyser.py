@@ -18,7 +18,7 @@ from torch.distributed.flight_recorder import fr_trace
 
 
 def analyse(folder: Path) -> tuple[list[Any], str]:
-    """Return the analyser's table of collectives and what it says."""
+    """Return the analyser's table of collectives and its log."""
     said = io.StringIO()
     handler = logging.StreamHandler(said)
     logger = logging.getLogger("Flight Recorder")

@@ -30,7 +30,7 @@ def _source(module: str) -> str:
 
 
 def _is_since(major: int, minor: int) -> bool:
-    """For what cannot be looked up: it happens inside torch's C++."""
+    """For behaviour inside torch's C++, which cannot be looked up."""
     return tuple(int(each) for each in torch.__version__.split(".")[:2]) >= (major, minor)
 
 

@@ -1,4 +1,4 @@
-"""What is trained under torch's own distributed code, and what one process alone makes of it."""
+"""Training under torch's own distributed code, and the same training in one process."""
 
 from __future__ import annotations
 

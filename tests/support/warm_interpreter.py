@@ -1,17 +1,17 @@
 """Programs that take 0.1 s of CPU to start and end in place of 1.5 s: forks of an interpreter with torch.
 
-A server has imported torch and what else dist2 imports from other projects, but neither dist2 nor
-observability: how these are imported may depend on the program's environment. For each client (see
-`warm_client`) the server forks. The fork takes the client's standard streams, environment and folder,
-returns from `serve` to the top level of the interpreter, and runs the program there. So the program ends as
-any: uncaught exceptions, threads that are waited for, exit handlers. It does not clear modules in the end,
-which takes as long as their import. The server tells the client the exit status.
+A server has imported torch and the other projects that dist2 imports, but neither dist2 nor observability:
+their imports may depend on the program's environment. For each client (see `warm_client`) the server forks.
+The fork takes the client's standard streams, environment and folder, returns from `serve` to the top level of
+the interpreter, and runs the program there. So the program ends like any other: uncaught exceptions, waits
+for threads, exit handlers. It does not clear modules in the end, which takes as long as their import. The
+server tells the client the exit status.
 
 A program that starts others by `sys.executable`, as launchers do, can have them started so too: see
 `warm_executable`.
 
-Not for tests of what is imported when, of options of the interpreter, of what outlives exit handlers, nor
-for programs that have a terminal or a namespace of their own.
+Not for tests of the time of imports, of options of the interpreter, or of objects that outlive exit handlers,
+nor for programs with their own terminal or namespace.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 @functools.cache
 def warm_python() -> list[str | Path]:
-    """Return what stands for ``python`` in a command: ``(*warm_python(), script, *arguments)``.
+    """Return the replacement of ``python`` in a command: ``(*warm_python(), script, *arguments)``.
 
     The server is started once in each process of pytest, and ends with it.
     """
@@ -103,7 +103,7 @@ class _Running:
 
 
 def serve(path: str) -> Callable[[], object]:
-    """Fork for each client; return only in the forks, what is to be called at the top level."""
+    """Fork for each client; return only in the forks, with the callable for the top level."""
     for name in IMPORTED:
         importlib.import_module(name)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -180,7 +180,7 @@ def _kill_all(selector: selectors.BaseSelector) -> None:
 
 
 def _adopt(path: str, fds: list[int]) -> Callable[[], object]:
-    """Take over what the client has; return what runs its program.
+    """Take over the client's process state; return a callable that runs its program.
 
     Args:
         path: The server's socket; `warm_executable` is beside it.

@@ -24,7 +24,7 @@ Outcomes = dict[str, Outcome]
 
 
 def main() -> None:
-    """Run what the arguments name, and print the outcomes as JSON."""
+    """Run the tests that the arguments name, and print the outcomes as JSON."""
     parser = argparse.ArgumentParser(prog="torch_suite", description="torch's tests on Gloo and on dist2")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="world sizes")
     parser.add_argument("--mutants", action="store_true", help="run the wrong functions instead")
@@ -58,7 +58,7 @@ class Runner:
         """Run the tests on Gloo, and on dist2; then on dist2 those that Gloo cannot run.
 
         Returns:
-            Outcomes by test, for "gloo", "dist2" and "beyond" (on dist2 what torch skips for Gloo).
+            Outcomes by test, for "gloo", "dist2" and "beyond" (on dist2, tests that torch skips for Gloo).
         """
         gloo = self.run(Job("gloo", world_size), self._asked)
         there = set(gloo)
@@ -69,7 +69,7 @@ class Runner:
         return {"gloo": gloo, "dist2": {**ours, **own}, "beyond": beyond}
 
     def kill(self, mutant: Mutant) -> Outcome:
-        """Return what comes of the test that must fail with a wrong function."""
+        """Return the outcome of the test that must fail with a wrong function."""
         job = Job("dist2", mutant.world_size, mutant.played)
         return self.run(job, lambda name: name == mutant.test, mutant)[mutant.test]
 

@@ -18,7 +18,7 @@ def with_comparisons(bases: tuple[type, ...], module: Any) -> type:
     reduced = inspect.signature(bases[-1]._test_all_reduce_helper)  # type: ignore[attr-defined]  # torch's
 
     class Compared(*bases):  # type: ignore[misc]  # known at run time
-        """Compares what `all_reduce` and `batch_isend_irecv` have written."""
+        """Compares the outputs of `all_reduce` and `batch_isend_irecv`."""
 
         _expected: float | None = None
 
@@ -41,7 +41,7 @@ def with_comparisons(bases: tuple[type, ...], module: Any) -> type:
             self._compare_messages(super().test_batch_isend_irecv_gloo_tags)
 
         def _compare_messages(self, test: Any) -> None:
-            """Run a test in which rank r sends r + 1 to all others, and look at what they receive."""
+            """Run a test in which rank r sends r + 1 to all others, and check their received tensors."""
             received: list[tuple[torch.Tensor, int]] = []
             start = module.dist.batch_isend_irecv
 

@@ -13,11 +13,11 @@ import dist2.legacy
 from dist2.torch_backend import default_group
 
 BACKEND = "socket"
-"""The backend of dist2 that stands in for the one that the tests name."""
+"""dist2's backend, used in place of the one that the tests name."""
 
 
 class Replacement(types.ModuleType):
-    """What a test finds under the name ``dist``.
+    """The module that tests get under the name ``dist``.
 
     Names that `dist2.legacy` lacks are torch's. The default group is also torch's own default group, for the
     parts of torch that ask for it.

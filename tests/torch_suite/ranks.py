@@ -36,13 +36,13 @@ SKIPS = {skip.exit_code: skip.message for skip in TEST_SKIPS.values()}
 
 @attrs.frozen
 class Outcome:
-    """How a test ended.
+    """The end of a test.
 
     Attributes:
         status: "passed", "skipped" or "failed".
-        reason: Why it was skipped; of a failure, its last line.
-        detail: What the failed ranks wrote.
-        took_s: How long it took.
+        reason: The reason of a skip; the last line of a failure.
+        detail: The output of the failed ranks.
+        took_s: Its duration.
     """
 
     status: str
@@ -73,7 +73,7 @@ class Suite:
     """torch's tests, imported for one job: its environment decides which of them are skipped.
 
     Args:
-        job: What to run them as.
+        job: Backend, number of ranks and environment of the runs.
         prepare: Called in each rank with the module, before the test.
     """
 
@@ -143,7 +143,7 @@ class Suite:
             theirs.close()
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else code
-        except BaseException:  # noqa: BLE001 - told to the parent by the file
+        except BaseException:  # noqa: BLE001 - reported to the parent in the file
             traceback.print_exc()
         finally:
             sys.stdout.flush()

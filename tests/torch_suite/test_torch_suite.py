@@ -32,7 +32,7 @@ Found = dict[str, dict[str, dict[str, Any]]]
 
 
 def outcomes(*arguments: str, timeout_s: float) -> Any:
-    """Run ``python -m torch_suite`` and return what it prints."""
+    """Run ``python -m torch_suite`` and return its output."""
     command = [sys.executable, "-m", "torch_suite", *arguments]
     ended = run(command, timeout_s=timeout_s, variables={"PYTHONPATH": f"{ROOT}/tests:{ROOT}"})
     assert ended.code == 0, ended
@@ -40,7 +40,7 @@ def outcomes(*arguments: str, timeout_s: float) -> Any:
 
 
 def failures(found: Found) -> dict[str, str]:
-    """Return what torch's tests that must pass on dist2 have written when they failed."""
+    """Return the output of failed tests of torch that must pass on dist2."""
     required = [name for name, each in found["gloo"].items() if each["status"] == "passed"]
     ours = {name: found["dist2"][name] for name in required if name not in DIFFERENCES} | found["beyond"]
     return {

@@ -99,8 +99,8 @@ class SocketBackend(Backend):
         options: Checked options of `new_group`.
         place: Where its members are.
         company: The members beside this one, if they are known.
-        former: The backend of a group with the same members in the same order, if there is one: what
-            follows from that is taken over.
+        former: The backend of a group with the same members in the same order, if there is one: its layout
+            and its recipes are taken over.
 
     Attributes:
         outside: Watches operations of the group that another backend runs.
@@ -313,9 +313,8 @@ class SocketBackend(Backend):
     def broken_by(self, error: BaseException) -> None:
         """Keep the error that broke the group here, for the members that wait for this rank.
 
-        The others find out the causes of dist2's own errors by themselves. For any other error, such as
-        one that a signal handler raised in the midst of an operation, revoke the group: no other rank can see
-        that one.
+        The others detect the causes of dist2's own errors by themselves. For any other error, such as one
+        that a signal handler raised during an operation, revoke the group: no other rank can see it.
         """
         self.endpoint.broken_by(error)
         if isinstance(error, Exception) and not isinstance(error, Dist2Error):
@@ -349,7 +348,7 @@ class SocketBackend(Backend):
         place = attrs.evolve(self._place, cards=cards, thresholds=read[0][1].thresholds)
         made = SocketBackend(spec, self._options, place)
         try:
-            # Nobody returns, and perhaps leaves again, before all have attached to its memory.
+            # No rank returns, and perhaps leaves again, before all have attached to its memory.
             _, agreed = made.agree(-1, deadline_in(spec.timeout_s))
             if agreed.failed:
                 raise PeerLostError(

@@ -1,11 +1,11 @@
 """`Bindings`: the steps of calls that expose tensors, computed once for each set of addresses.
 
-The steps of a call are bound to where its own tensors and those that the others lend lie (see `reaching`). A
-script in C does the same steps for tensors anywhere, as long as they can be reached in the same way: so
-Python binds again only for a kind of memory that no call had before.
+The steps of a call are bound to the addresses of its own tensors and of the exposed ones of others (see
+`reaching`). A script in C does the same steps for tensors at any address, as long as they can be accessed in
+the same way: so Python binds again only for a kind of memory that no call had before.
 
-A binding has a *variant* for either parity of a call's first fence, as the parity says where the tables of
-lent memory stand; and two more where a schedule can be run from its end as well (see `mirroring`).
+A binding has a *variant* for either parity of a call's first fence, because the parity selects the tables of
+exposed memory; and two more if a schedule can also run from its end (see `mirroring`).
 """
 
 from __future__ import annotations
@@ -39,12 +39,11 @@ from dist2.operation.signature import Operation
 from dist2.runtime.cache import keep
 
 MAX_KEPT = 64
-"""How many sets of addresses or kinds of memory it is remembered what to do with; where there are more, all
-is forgotten."""
+"""Number of cached bindings, by addresses or kinds of memory; if there are more, the cache is cleared."""
 
 LEAST_MIRRORED, MOST_MIRRORED = 256 << 10, 32 << 20
-"""Calls that move so many bytes on a rank go to and fro. Less stays in the caches anyway; of more, hardly
-anything does, and libc may want to copy past the caches what it is given in one go."""
+"""Calls that move so many bytes on a rank alternate in direction. Fewer bytes stay in the caches anyway; of
+more, hardly any do, and libc may copy past the caches if it gets them in one call."""
 
 
 @attrs.frozen(eq=False)
@@ -52,10 +51,10 @@ class Binding:
     """The steps after the first fence, bound to the memory that the members expose.
 
     Attributes:
-        bound: All steps: a look at whether what is lent is shared memory, lending it, what comes before
-            the first fence, the fence, a look at what the others lend, what comes after it.
+        bound: All steps: check whether the exposed memory is shared, expose it, the steps before the first
+            fence, the fence, check the others' exposed memory, the steps after it.
         fence: Number of the fence among them.
-        behind: Number of the first step behind the second look.
+        behind: Number of the first step behind the second check.
         reached: Whether the others' exposed memory can be accessed; if not, the last step stops the script.
         by_kernel: Whether the kernel may move memory that is not mapped.
         script: The same in C, where there is one: for tensors anywhere.
@@ -235,12 +234,12 @@ class Bindings:
         return [self._reach.part_of_call(self._lends, part) for part in range(len(caller.lends))]
 
     def _note(self) -> list[Bound]:
-        """Return a callable that tells the others with the first fence that this member runs this."""
+        """Return a callable that publishes, with the first fence, that this member runs this program."""
         board, noted = self._board, self._noted
         return [] if noted is None else [noting(lambda operation: board.note(operation, noted), noted)]
 
     def _look_at_notes(self) -> list[Bound]:
-        """Return a callable that looks whether all said so."""
+        """Return a callable that checks whether all published this."""
         return [] if self._noted is None else [having_noted(_never, self._noted)]
 
 

@@ -63,7 +63,7 @@ class Borrowed:
     def fetch(self, start: int, into: Place, nbytes: int) -> list[Bound]:
         """Return a callable that copies bytes from ``start`` on to an address in this process.
 
-        It raises unless they are what the owner has lent: what is sent on to other hosts is not looked at
+        It raises unless the owner exposes these bytes: data that are forwarded to other hosts are not checked
         again.
         """
         there, to = self.address + start, into.address
@@ -176,7 +176,7 @@ class Borrowing:
         return script_of(self._board, steps, tensors, 0, parts)
 
     def check(self, operation: Operation) -> None:
-        """Raise if a member has given up: the bytes that were read there may not be those that it lent."""
+        """Raise if a member has given up: the bytes read from it may not be those that it exposed."""
         self.recall.check(operation)
 
     def give_up(self, error: BaseException) -> None:
@@ -185,7 +185,7 @@ class Borrowing:
 
 
 def _never(operation: Operation) -> None:
-    raise AssertionError("what members lend does not change before the last fence")
+    raise AssertionError("exposed memory does not change before the last fence")
 
 
 class Accord:

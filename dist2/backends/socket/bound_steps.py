@@ -1,7 +1,7 @@
 """`Bound`: a step of a program with its addresses bound, to run in Python or in a script in C.
 
-The closure of a bound step says what it does. For a script the same is a tuple of a kind and its arguments,
-as ``reading.c`` has them; in it, places in the tensors of a call stand for addresses.
+A bound step is a closure that does its work. For a script the same step is a tuple of a kind and its
+arguments, in the order of ``reading.c``; it contains places in the tensors of a call instead of addresses.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ FIXED, PIECE = -1, -2
 class Way(IntEnum):
     """Ways in which a script copies memory; numbers as in `script.h`.
 
-    The first two are in any order, and from the end on if it is long; then into a slot. The others are for
-    blocks of what is longer than the caches: into a slot, which stays in them; out of one, and past one, for
-    memory that does not; and into a slot past the caches.
+    The first two copy in any order, and from the end if the copy is long; the third copies into a slot. The
+    others are for blocks of data longer than the caches: into a slot, which stays in them; out of one, and
+    past one, to memory that does not; and into a slot past the caches.
     """
 
     FORWARDS, BACKWARDS, FILL, IN, OUT, PAST, AWAY = range(7)
@@ -159,7 +159,7 @@ def fencing(
 
 
 def claiming(action: Callable[[Any], Any], kind: int) -> Bound:
-    """Bind leaving word of the call, and the claim of a piece of one kind."""
+    """Bind logging the call, and the claim of a piece of one kind."""
     return _bound(action, "CLAIM", kind)
 
 
@@ -213,8 +213,8 @@ def finding(
 ) -> Bound:
     """Bind a check of the memory that a member exposes; the action is called if it has changed.
 
-    What is expected is followed by ``count`` addresses, which are further on by ``shift`` in this process. A
-    script has them as places from tensor ``first`` on.
+    The expected bytes are followed by ``count`` addresses, which are higher by ``shift`` in this process. In
+    a script they are places from tensor ``first`` on.
     """
     return _bound(action, "LENT", address, expected, first, count, shift % (1 << 64))
 

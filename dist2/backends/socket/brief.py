@@ -44,7 +44,7 @@ Step = Callable[[Call], None]
 
 
 def is_brief(endpoint: Endpoint, plan: Plan) -> TypeGuard[FabricEndpoint]:
-    """Whether all of a plan is short messages that may take the short way over sockets, and local work."""
+    """Whether all of a plan is short messages that may take the short path over sockets, and local work."""
     if plan.meets or not isinstance(endpoint, FabricEndpoint):
         return False
     messages = [

@@ -93,8 +93,8 @@ class Compiler:
         fold: Combines tensors into one, and completes the result.
         in_place: The inputs are the outputs.
         noted: Number to publish with the fence; None: none.
-        into: How slots are filled: `Way.FILL`; or, with a block of what is longer than the caches,
-            `Way.IN` or `Way.AWAY`.
+        into: How slots are filled: `Way.FILL`; or, with a block of data longer than the caches, `Way.IN` or
+            `Way.AWAY`.
     """
 
     def __init__(
@@ -351,7 +351,7 @@ class Compiler:
 
 
 def _note(number: int, board: Board) -> Action:
-    """Return a callable that tells the others a number."""
+    """Return a callable that publishes a number to the others."""
     return lambda frame: board.note(frame.operation, number)
 
 

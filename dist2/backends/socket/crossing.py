@@ -39,8 +39,8 @@ from dist2.operation.signature import Operation
 from dist2.runtime.cache import keep
 
 MAX_KEPT = 16
-"""How many sets of addresses a program remembers what Python does with; where there are more, it starts over.
-Scripts do not depend on addresses."""
+"""Number of bindings, by addresses, that a program caches for Python; if there are more, the cache is
+cleared. Scripts do not depend on addresses."""
 
 
 @attrs.frozen

@@ -17,8 +17,8 @@ from dist2.operation.signature import Operation
 class CrossingExchange(CrossingProgram):
     """A plan of an `all_to_all` that exposes memory, prepared for one signature.
 
-    A rank lends only what is for others of its host, and says where each such part begins and where it ends:
-    so they find out if they want more or less. Of other hosts they learn it from the messages.
+    A rank exposes only the parts for other ranks of its host, and publishes start and end of each: so a
+    reader with another size detects it. From other hosts the messages show it.
 
     Args:
         executor: Starts its messages and waits for them.

@@ -124,7 +124,7 @@ class MessageExecutor:
                 clock.note("recv")
 
     def clock(self, operation: Operation) -> PartsClock | None:
-        """Return what takes the parts of an operation, if they are recorded."""
+        """Return the recorder of an operation's parts, if they are recorded."""
         if not parts_log.on:
             return None
         return PartsClock(operation, lambda: self.endpoint.waited_ns)

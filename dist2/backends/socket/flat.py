@@ -21,11 +21,11 @@ from dist2.backends.socket.transport.boards.board import Board
 from dist2.operation.signature import Operation
 
 LENDING = 1 << 32
-"""What a rank notes instead of its number of blocks where it would rather lend its tensors: nothing is in its
-slot, and those that went ahead start over."""
+"""Published instead of the number of blocks by a rank that prefers to expose its tensors: its slot is empty,
+and ranks that have begun start over."""
 
 LENDING_MAPPED = LENDING << 1
-"""The same, where it would only do so if all that is lent can be mapped. No rank has so many blocks."""
+"""The same, if it requires that all exposed memory can be mapped. No rank has so many blocks."""
 
 ROW = 16
 """Most blocks of the same length that one script does where the halves have turns."""
@@ -35,7 +35,7 @@ MAX_JOINED = 64
 
 Tensors = Sequence[torch.Tensor]
 Frames = Callable[[int], Frame]
-"""Says where the parts of a step's block lie, given its number counted from the one that is run."""
+"""Returns the positions of the parts of a step's block, given its number counted from the current one."""
 
 
 class _Steps:
@@ -182,7 +182,7 @@ class FlatProgram:
     def _run_blocks(
         self, operation: Operation, inputs: Tensors, outputs: Tensors, index: int, blocks: int
     ) -> None:
-        """Do the blocks from one on; where ranks may have more than this one, the first tells."""
+        """Do the blocks from one on; if other ranks may have more, the first block shows it."""
         while index < blocks:
             is_first = self._recipe.uneven and index == 0
             count = 1 if is_first else self._alike(index, blocks)

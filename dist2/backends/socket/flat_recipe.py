@@ -18,9 +18,9 @@ from dist2.backends.socket.layout import Layout
 from dist2.backends.socket.script import Native, native_steps
 
 LEAST_SWEPT = 3 << 20
-"""How many bytes a call's tensors have, in all, from which on it finds little of them in the caches.
+"""Total bytes of a call's tensors from which on the caches hold few of them.
 
-Only what moves is copied in blocks for that: where slots are folded it gains nothing, or takes longer."""
+Only operations that move data copy in blocks for that: reductions of slots gain nothing, or take longer."""
 
 Counts = tuple[tuple[int, ...], tuple[int, ...]]
 """Elements of each input and output part in a block."""
@@ -130,10 +130,10 @@ class FlatRecipe:
         """Return the steps of consecutive blocks, each with the number of its block.
 
         Args:
-            first: Of the blocks; from there on they are counted. What is returned is for all that begin with
-                blocks of the same counts.
-            count: How many blocks.
-            turn: On which half the first one is; the next is on the other. On pieces it is 0.
+            first: Number of the first block. The result also serves other numbers whose blocks have the same
+                counts.
+            count: Number of blocks.
+            turn: The slot half of the first block; the next one uses the other half. 0 for pieces.
         """
         key = self.counts(first), count, turn
         if key not in self._joined:
@@ -156,8 +156,9 @@ class FlatRecipe:
 def _in_turn(steps: Sequence[tuple[int, Bound]]) -> Iterator[tuple[int, Bound]]:
     """Yield steps of blocks, each with the number of its block: slots are emptied while others are filled.
 
-    Nothing that a block is copied to behind its fence is what the next one is copied from before its own. One
-    waits for what another core has in its cache, the other for memory: in turn they wait for both at once.
+    The copies of a block behind its fence never write the sources of the next block's copies before its own
+    fence. One kind waits for another core's cache, the other for memory: alternating, they wait for both at
+    once.
     """
     emptying: list[tuple[int, Bound]] = []
     for each in steps:

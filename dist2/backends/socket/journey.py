@@ -1,7 +1,8 @@
 """`Journey`: the part of a plan between two fences, its messages included, as one script in C.
 
-It has no addresses, but places in the tensors of a call and in what others lend: it serves calls on any
-tensors. Without C, or where a message cannot go over rails, plans are run stage by stage: see `crossing.py`.
+It contains no addresses, but places in the tensors of a call and in memory that others expose: it serves
+calls on any tensors. Without C, or if a message cannot go over rails, plans run stage by stage: see
+`crossing.py`.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ class Messenger:
             return None
         return self._way_out(lot) if signature.kind is OpKind.SEND else self._way_in(lot)
 
-    # The short ways, of tensors whose memory holds their values one after the other
+    # The short paths, of tensors whose memory holds their values one after the other
 
     def _way_out(self, lot: Lot) -> Way:
         ways = self._endpoint.ways
@@ -173,7 +173,7 @@ class Messenger:
         return self._by_ring_in(lot)
 
     def _posting(self, post: Post, lot: Lot, shortly: Shortly | None = None) -> Way:
-        """Return the long way, without the copies that only tensors that are not contiguous need.
+        """Return the long path, without the copies that only tensors that are not contiguous need.
 
         Args:
             shortly: The direct receive of the waiter, if there is one.
@@ -231,7 +231,7 @@ class Messenger:
         return run
 
     def _by_loan(self, lot: Lot, offer: ExpressOffer, whole: ExpressSend | None) -> Way:
-        """Return the way out of messages that are lent; or go whole where nobody waits, if they may."""
+        """Return the path of outgoing messages that are lent; or sent whole if the caller does not wait."""
         otherwise = self._posting(self._endpoint.send_tagged, lot)
         send, post = offer.send, offer.post
 
@@ -291,7 +291,7 @@ class Messenger:
 
         return run
 
-    # The long way
+    # The long path
 
     def _send(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Helped | None:
         self.last = operation

@@ -1,9 +1,10 @@
-"""`Outside`: operations that another backend runs, on a GPU for example, watched over a group's links.
+"""`Outside`: watches operations that another backend runs, on a GPU for example, over a group's links.
 
-The links find deaths, mismatches and ranks that do not come: see ``transport/messages``. An operation that
-runs elsewhere takes part in that as follows. `begin` notes what this rank calls, for the other members to
-compare. `wait` makes progress on the links until the operation is over, and tells the others what this rank
-calls where that takes long. What is found fails the group, here as everywhere.
+The links find deaths, mismatches and ranks that do not come: see ``transport/messages``. An operation of
+another backend takes part in that as follows. `begin` records the call of this rank, for the other members to
+compare. `wait` makes progress on the links until the operation is over, and sends the description of this
+rank's call to the others if that takes long. A failure that is found fails the group, as for other
+operations.
 """
 
 from __future__ import annotations
@@ -112,14 +113,14 @@ class Outside:
         """Return when something is done.
 
         Args:
-            done: Whether it is.
+            done: Tells whether it is done.
             deadline_ns: When to give up.
-            peers: Whose messages are waited for; None for a collective.
-            look_ns: How long ``done`` is not looked at, at most, unless somebody calls `wake`.
+            peers: Senders of the awaited messages; None for a collective.
+            look_ns: Longest time between two calls of ``done``, unless `wake` is called.
 
         Raises:
             OperationTimeoutError: The deadline passed; `missing` has the missing ranks.
-            MismatchError, PeerLostError, GroupAbortedError, GroupRevokedError: Why the group failed.
+            MismatchError, PeerLostError, GroupAbortedError, GroupRevokedError: The group failed.
         """
         pause_ns, next_ns = _PROBE_NS, _LOOK_NS
         probe_ns = monotonic_ns() + pause_ns
@@ -141,9 +142,9 @@ class Outside:
 
         Args:
             content: At the root: its data.
-            nbytes: How long that is.
+            nbytes: Its length.
             root: Group rank.
-            number: Tells this from other calls of the group.
+            number: Distinguishes this from other calls of the group.
             deadline_ns: When to give up.
 
         Raises:

@@ -24,8 +24,8 @@ class Place:
     """The position of a stretch of elements.
 
     Attributes:
-        memory: Which tensor: inputs first, then outputs, then scratch, then the slots of this host, then what
-            its other ranks lend.
+        memory: The index of the memory: inputs first, then outputs, then scratch, then the slots of this
+            host, then the exposed memory of its other ranks.
         start: First byte.
         stop: One past the last.
     """
@@ -111,7 +111,7 @@ class Memories:
         input_starts: Where each input lies in the concatenation of all, in bytes.
         output_starts: Where each output lies in the concatenation of all.
         shift: Byte ``n`` of the inputs may be byte ``n + shift`` of the outputs; None: they share nothing.
-        lent: Whether other ranks of this host reach into them.
+        lent: Whether other ranks of this host access them.
     """
 
     input_starts: tuple[int, ...]

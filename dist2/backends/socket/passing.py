@@ -62,7 +62,7 @@ class Ways:
             self.rails = endpoint.ways.rails(fingerprint)
 
     def _short(self, endpoint: FabricEndpoint, messages: Sequence[Message]) -> Iterator[Message]:
-        """Note and yield those that have a short way."""
+        """Note and yield those that have a short path."""
         for message in messages:
             lot = Lot(message.peer, message.step, self.fingerprint, message.place.nbytes, tagged=False)
             if lot.nbytes and endpoint.ways.has_socket_way(lot):
@@ -78,7 +78,7 @@ class Passing(Traffic):
         operation: Gives sequence number, fingerprint and deadline.
         memories: The memories that hold messages.
         messages: How many there are.
-        ways: The short ways.
+        ways: The short paths.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Passing(Traffic):
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing is under way."""
+        """Whether no message is in flight."""
         return not self._unsent and not self._awaited and all(each.done for each in self._started)
 
     def send(self, message: Message) -> None:

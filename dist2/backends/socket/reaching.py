@@ -1,10 +1,10 @@
 """`Reach`: steps bound to addresses, in this process and in others.
 
-A script of these steps holds no addresses, but places in the tensors of a call and in those that others lend:
-so it serves tensors elsewhere as well, as long as they can be reached in the same way.
+A script of these steps contains no addresses, but places in the tensors of a call and in those that others
+expose: so it also serves tensors at other addresses, as long as they can be accessed in the same way.
 
-The action of a bound step is called with the operation alone: its arguments are made beforehand, in the form
-that the kernel wants for what the kernel moves, and as tensors for folds.
+The action of a bound step is called with the operation alone. Its arguments are made beforehand: in the
+kernel's form for moves by the kernel, and as tensors for folds.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ _MAX_LIKENESSES = 64
 _SINGLE = {OpKind.ALL_GATHER_SINGLE, OpKind.REDUCE_SCATTER_SINGLE, OpKind.ALL_TO_ALL_SINGLE}
 _IN_PLACE = {OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.REDUCE}
 _FEW_READERS = {OpKind.BROADCAST: 2, OpKind.ALL_GATHER: 1}
-"""Where all others read what a rank puts into a slot: up to so many are sooner served out of its caches."""
+"""For slots that all others read: up to so many readers are served faster from the writer's caches."""
 _ONE_PART_A_SLOT = {
     OpKind.ALL_REDUCE,
     OpKind.BROADCAST,
@@ -210,10 +210,10 @@ def recipes_of(likeness: Likeness) -> Recipes:
 
 
 def check_reduction(signature: Signature) -> None:
-    """Refuse a reduction that has no meaning for the dtype of what it is for.
+    """Refuse a reduction that is undefined for the dtype of an input.
 
     Raises:
-        InvalidUsageError: It has none.
+        InvalidUsageError: It is undefined.
     """
     if signature.reduction is not None:
         for meta in signature.inputs:

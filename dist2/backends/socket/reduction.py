@@ -3,8 +3,8 @@
     combine = bind_fold(reduction, dtype, world_size)     # once a plan
     combine(dst, [a, b, c])                               # dst = (a + b) + c
 
-torch has no arithmetic on unsigned integers of 16 bits and more on the CPU: sums and products are those of
-the signed ones, two's complement being what it is, and order flips the sign bit for a moment.
+torch has no arithmetic on unsigned integers of 16 bits and more on the CPU. In two's complement their sums
+and products have the bits of the signed ones; comparisons flip the sign bit for a moment.
 """
 
 from __future__ import annotations

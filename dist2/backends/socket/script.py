@@ -47,11 +47,11 @@ class Script(Protocol):
 
 
 class NativeProgram(Protocol):
-    """A program in C: one of a few scripts, or Python where there is none.
+    """A program in C: runs one of a few scripts, or Python if there is none.
 
     Attributes:
-        scripts: What to run: one for each half or parity, and perhaps two more that do the same in another
-            way. Then one call takes one of the latter, and the next call one of the first.
+        scripts: One for each half or parity, and possibly two more that do the same in another way. Then
+            calls alternate between the two pairs.
     """
 
     scripts: tuple[Script | None, ...]
@@ -62,7 +62,7 @@ class NativeProgram(Protocol):
 
 @cache
 def _read_tensors() -> None:
-    """Have scripts find where a tensor begins without asking Python, where torch has what that takes."""
+    """Let scripts read a tensor's address without Python, if torch publishes a function for that."""
     if compiled.steps is not None and TENSOR_EXCHANGE is not None:
         compiled.steps.read_tensors(torch.Tensor, TENSOR_EXCHANGE)
 

@@ -41,7 +41,7 @@ def select(request: Request, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Alg
         fit = ", ".join(each.name for each in algorithms_for(request.kind) if each.fits(request))
         reason = "is unknown" if forced is None else "does not fit"
         raise InvalidUsageError(
-            f"algorithm={request.forced!r} {reason} for {request.kind.value}; fit are: {fit}"
+            f"algorithm={request.forced!r} {reason} for {request.kind.value}; suitable: {fit}"
         )
     return forced
 

@@ -46,9 +46,9 @@ class SingleCopyProgram:
         layout: How the tensors are cut into parts.
         fold: For reductions.
         by_kernel: Whether the kernel may move memory that is not mapped.
-        mapped: Whether it is worth finding out if tensors are mapped where the kernel moves nothing.
-        swept: Whether it is so even where the kernel moves what is shorter. Then the own part, which nobody
-            else reaches into, is left for later: most often it goes through slots with the rest.
+        mapped: Whether to test if tensors are mapped when the kernel moves nothing.
+        swept: Whether to test it even where the kernel moves shorter tensors. Then the own part, which no
+            other rank accesses, is left for later: mostly it goes through slots with the rest.
         otherwise: Runs if memory cannot be accessed.
     """
 
@@ -78,7 +78,7 @@ class SingleCopyProgram:
         self._met = False
         # By variant: the binding that the next call is expected to use. It has a script.
         self._likely: list[Binding | None] = [None] * self._bindings.variants
-        # The last ones that had a script, by variant and by what the caller lent that was shared memory.
+        # The last bindings with a script, by variant and by which exposed tensors were shared memory.
         self._latest: dict[tuple[int, tuple[bool, ...]], Binding] = {}
         self._native: weakref.ref[NativeProgram] | None = None  # it has this one
 
@@ -118,7 +118,7 @@ class SingleCopyProgram:
             self._otherwise(operation, inputs, outputs)
 
     def _run(self, operation: Operation, tensors: Call, variant: int, at: int) -> bool:
-        """Do all steps; False if somebody cannot: then nothing is done, or the first fence is passed."""
+        """Do all steps; False if a rank cannot: then nothing is done, or the first fence is passed."""
         likely = self._likely[variant]
         if likely is None or at < likely.fence:  # the caller's memory is of another kind than the last one's
             if not self._is_worth_a_fence():
@@ -149,7 +149,7 @@ class SingleCopyProgram:
         """Whether these tensors may be lent, for all that is known: equal on all members that run this."""
         kernel_moves = self._lending.by_kernel
         if kernel_moves is None:
-            return True  # not known yet: somebody has to ask
+            return True  # not known yet: a rank has to test it
         return self._by_kernel or self._swept if kernel_moves else self._mapped
 
     def _go_on(self, caller: Caller, operation: Operation, tensors: Call, variant: int) -> bool:
@@ -196,8 +196,8 @@ class SingleCopyProgram:
 class ExchangeProgram(SingleCopyProgram):
     """`all_to_all`, in which each rank knows its own sizes only: some may run a `FlatProgram` instead.
 
-    All say in the first fence what they do; if they differ, all go through slots. So they do if somebody only
-    lends what is mapped, and something is not.
+    All publish their choice with the first fence; if the choices differ, all use slots. They also do so if a
+    rank requires mapped memory, and some memory is not mapped.
     """
 
     @property

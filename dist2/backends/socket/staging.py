@@ -35,8 +35,8 @@ def staged(program: Program, dtype: torch.dtype) -> Program:
 def run_staged(program: Program, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
     """Run a program on contiguous copies; a tensor that is input and output has one for both.
 
-    What is only written is not read for its copy, and what is only read not written back: in a broadcast the
-    tensor of all but the root, and of the root.
+    A tensor that is only written is not copied in, and one that is only read is not copied back: in a
+    broadcast, the tensors of all ranks but the root, and that of the root.
     """
     signature = operation.signature
     is_broadcast = signature.kind is OpKind.BROADCAST

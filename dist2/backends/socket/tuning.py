@@ -2,11 +2,12 @@
 
     Tuning.read("tuning.json").thresholds
 
-The file is JSON: ``{"format": 1, "thresholds": {"whole_bytes": 262144, ...}, "measured": {...}}``. What it
-does not name keeps its default; ``measured`` is for people (the machine, the date, the figures) and is not
-interpreted. ``DIST2_TUNING`` names the file. All members of a group use what its rank 0 has read.
+The file is JSON: ``{"format": 1, "thresholds": {"whole_bytes": 262144, ...}, "measured": {...}}``. Thresholds
+that it does not name keep their defaults; ``measured`` is for people (the machine, the date, the figures) and
+is not interpreted. ``DIST2_TUNING`` names the file. All members of a group use the file that its rank 0 has
+read.
 
-What depends on how many ranks share a host is a row: one number for each of `CROWDS`.
+Thresholds that depend on the number of ranks of a host are rows: one number for each of `CROWDS`.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ class Thresholds:
     """Where one algorithm overtakes another: constants measured on the machine, all in bytes but `crowd`.
 
     Attributes:
-        all_reduce_lent_bytes: From so many bytes on, ranks of a host reach into each other's tensors, even if
-            the kernel has to move what is there.
+        all_reduce_lent_bytes: From so many bytes on, ranks of a host read each other's tensors, even if only
+            the kernel can.
         reduce_lent_bytes, reduce_scatter_lent_bytes, broadcast_lent_bytes, all_gather_lent_bytes,
         gather_lent_bytes, scatter_lent_bytes, all_to_all_lent_bytes: Likewise.
         all_reduce_swept_bytes, reduce_swept_bytes, reduce_scatter_swept_bytes, broadcast_swept_bytes,
         all_gather_swept_bytes, all_to_all_swept_bytes: From so many bytes on, tensors that cannot be mapped
             go through slots again. To find each page takes the kernel as long as another copy, or longer
             where ranks share cores.
-        lending_bytes: Where the kernel must not: from so many on if these can be mapped.
+        lending_bytes: The same limit for tensors that can be mapped, if the kernel must not read.
         hosts_lent_bytes: Between hosts, from so many bytes by the cube of the ranks on a host.
         one_shot_bytes: Up to so many bytes, a flat `all_reduce` folds everything everywhere.
         one_shot_reduce_bytes: Likewise, the root of a flat `reduce` folds everything.
@@ -100,7 +101,7 @@ ROWS = tuple(name for name, value in attrs.asdict(DEFAULT_THRESHOLDS).items() if
 LENT = tuple(name for name in ROWS if name.endswith("_lent_bytes"))
 """Those of them that say from where on tensors are lent."""
 SWEPT = tuple(name for name in ROWS if name.endswith("_swept_bytes"))
-"""Those that say from where on they are not, unless they can be mapped."""
+"""The thresholds from which on tensors are not exposed, unless they can be mapped."""
 
 
 @attrs.frozen

@@ -229,9 +229,9 @@ class Hello:
 
 
 Begin = Callable[[Header], memoryview | None]
-"""Told a header; returns where its payload goes, or None to discard it."""
+"""Called with a header; returns the buffer of its payload, or None to discard it."""
 End = Callable[[Header], None]
-"""Told that the payload is complete."""
+"""Called when the payload is complete."""
 
 
 class FrameReader:
@@ -300,10 +300,10 @@ class FrameReader:
         return self._missing > DIRECT_BYTES and self._sink is not None
 
     def resume(self, header: Header, sink: memoryview) -> None:
-        """Go on with a frame whose header, and the first of its payload, were read elsewhere.
+        """Continue a frame after its header, and the first part of its payload, were read elsewhere.
 
         Args:
-            header: The frame's header; `Begin` is not told.
+            header: The frame's header; `Begin` is not called.
             sink: The buffer for the missing bytes.
         """
         self._header, self._sink, self._missing = header, sink, len(sink)
@@ -343,5 +343,5 @@ class FrameReader:
     def _finish(self) -> None:
         header = self._header
         self._header, self._sink = None, None
-        assert header is not None  # only called with a frame under way
+        assert header is not None  # only called inside a frame
         self._end(header)

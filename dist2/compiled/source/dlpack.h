@@ -1,5 +1,5 @@
-/* Tensors, as the function reads them that torch publishes for that purpose: DLPack's C exchange API, from torch 2.10
-   on. This is the part of DLPack 1.x that is used, as its specification lays it out. */
+/* DLPack's C exchange API, which torch publishes from 2.10 on: it reads a tensor in one C call. This file declares
+   the used part of DLPack 1.x, in the layout of its specification. */
 
 #ifndef DIST2_DLPACK_H
 #define DIST2_DLPACK_H

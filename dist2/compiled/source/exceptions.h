@@ -1,9 +1,7 @@
-/* Exceptions that are set aside while something else is called, which may raise as well.
-
-   No exception may be lost by that, and none may leak. `raised` takes the exception that is raised and hands over its
-   reference; every path from there ends in `go_on`, or in a delivery to Python and one Py_DECREF. Where the call in
-   between raised another exception, that one is raised from then on and the first is in its chain of contexts: as if
-   the call was made in an `except` block. */
+/* Exceptions that are set aside while other code is called, which may raise as well. No exception may be lost, and
+   none may leak. `raised` takes the current exception and hands over its reference; every path from there ends in
+   `go_on`, or in a delivery to Python and one Py_DECREF. If the code in between raised another exception, that one
+   is current afterwards, with the first in its chain of contexts: as if the code ran in an `except` block. */
 
 #ifndef DIST2_EXCEPTIONS_H
 #define DIST2_EXCEPTIONS_H
@@ -13,7 +11,7 @@
 
 #define LONGEST_CHAIN 1000 /* contexts may form a circle */
 
-/* Take the exception that is raised; NULL if there is none. */
+/* Take the current exception; NULL if there is none. */
 static inline PyObject *
 raised(void)
 {
@@ -66,8 +64,8 @@ raised_after(PyObject *error, PyObject *context)
     return NULL;
 }
 
-/* Put an exception at the end of the chain of a newer one, and take over the reference. Both may share contexts: what
-   was handled when they were raised. No circle is closed. */
+/* Append an exception to the end of the context chain of a newer one, and take over the reference. The two chains
+   may share exceptions: those that were being handled when both were raised. No cycle is created. */
 static inline void
 chain_exceptions(PyObject *newer, PyObject *older)
 {

@@ -1,5 +1,5 @@
-/* What one extension offers another beside a callable: messages that are sent before anything is noted of them, so that
-   who waits for one waits for nothing else. */
+/* A C interface that one extension offers to another beside its Python callable: it sends a message before the
+   operation is recorded, so that the receiver does not wait for the bookkeeping. */
 
 #ifndef DIST2_LANES_H
 #define DIST2_LANES_H
@@ -8,13 +8,14 @@
 #include <Python.h>
 
 #define LANE_NAME "dist2.operation.queue"
-#define LANE_ATTRIBUTE "_lane" /* of the type of what a plan has for its `execute`: a capsule */
+#define LANE_ATTRIBUTE "_lane" /* of the type of a plan's `execute`: a capsule */
 
 typedef struct {
-    /* Send what lies at an address, if nothing at all stands in the way: 1, 2 if the receiver is to be woken, or 0 with
-       nothing done. It calls nothing in Python, and raises nothing; `now` is when the call began. */
+    /* Send the bytes at an address if no condition prevents it. Return 1, 2 if the receiver has to be woken, or 0 if
+       nothing was done. Calls no Python code and raises no exception; `now` is the start time of the call. */
     int (*send)(PyObject *execute, const char *address, long long now);
-    /* After that: note which operation it was, and wake the receiver if `sent` was 2; 0, or -1 with an exception. */
+    /* After `send`: record the operation of the message, and wake the receiver if `sent` is 2. 0, or -1 with an
+       exception. */
     int (*sent)(PyObject *execute, PyObject *operation, int sent);
 } Lane;
 

@@ -1,4 +1,4 @@
-/* Names of attributes, as objects that are made once, and where objects of a type have them. */
+/* Names of attributes, as objects that are made once, and the slots of these attributes in objects of a type. */
 
 #ifndef DIST2_NAMES_H
 #define DIST2_NAMES_H
@@ -8,7 +8,7 @@
 
 #include <structmember.h>
 
-/* A name, and where its object is kept. */
+/* A name, and the address of the pointer to its object. */
 typedef struct {
     PyObject **name;
     const char *text;
@@ -27,14 +27,14 @@ intern(const Name *names, size_t count)
     return 0;
 }
 
-/* Return the slot in which objects of a type have an attribute; NULL if it is none that C can read there. */
+/* Return the slot of an attribute in objects of a type; NULL if it has none that C can read there. */
 static inline const PyMemberDef *
 find_slot(PyTypeObject *type, PyObject *name)
 {
     PyObject *member = PyObject_GetAttr((PyObject *)type, name);
     const PyMemberDef *slot = NULL;
     if (member == NULL) {
-        PyErr_Clear(); /* objects of it may have one all the same */
+        PyErr_Clear(); /* objects of the type may have one nevertheless */
     }
     else if (Py_IS_TYPE(member, &PyMemberDescr_Type)) {
         slot = ((PyMemberDescrObject *)member)->d_member; /* the type's */
@@ -43,7 +43,7 @@ find_slot(PyTypeObject *type, PyObject *name)
     return slot;
 }
 
-/* An attribute of objects of one type, for the most part: where it is a slot it is read where it lies. */
+/* An attribute, mostly of objects of one type: a slot is read from the object's memory. */
 typedef struct {
     PyObject *name;
     PyTypeObject *type; /* of the object that was asked last */
@@ -52,7 +52,7 @@ typedef struct {
     char fixed;
 } Field;
 
-/* Return where an object has an attribute that is a slot of a kind (T_OBJECT_EX: an object); NULL if it is none. */
+/* Return the address of an attribute, if it is a slot of a kind (T_OBJECT_EX: an object); NULL if it is none. */
 static inline void *
 field_at(PyObject *object, Field *field, int kind)
 {

@@ -1,4 +1,4 @@
-/* Where the tensors of a call lie: what one extension has found out and tells another, while the call is under way. */
+/* Addresses of the tensors of a call, which one extension has read and passes to another for the time of the call. */
 
 #ifndef DIST2_PLACES_H
 #define DIST2_PLACES_H
@@ -13,7 +13,7 @@ typedef struct {
     uintptr_t start, end;
 } Span;
 
-/* Some tensors, which whoever made this keeps alive, and where each of them lies. */
+/* Tensors and their addresses. The creator of this struct keeps the tensors alive. */
 typedef struct {
     Py_ssize_t count;
     PyObject *const *tensors;

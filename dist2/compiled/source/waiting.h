@@ -1,4 +1,4 @@
-/* What waiters of all extensions need: a clock, the interpreter lock, and a breath between two looks. */
+/* Helpers for the waits of all extensions: a clock, the interpreter lock, and a pause between two looks. */
 
 #ifndef DIST2_WAITING_H
 #define DIST2_WAITING_H
@@ -23,7 +23,7 @@ monotonic_ns(void)
     return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
-/* The interpreter lock, which a waiter gives up at most once, and takes again when it must. */
+/* The interpreter lock, which a waiter releases at most once, and takes again when it must. */
 typedef struct {
     PyThreadState *state;
 } Lock;
@@ -57,16 +57,16 @@ pause_core(void)
 }
 
 #define YIELD_NS 1000000     /* how long a waiter yields before it sleeps, */
-#define SLOW_YIELD_NS 200000 /* unless yields take longer, one after the other: somebody else needs the core */
+#define SLOW_YIELD_NS 200000 /* unless yields take longer, one after the other: another process needs the core */
 
-/* Of one who waits for a socket; the counterpart is `Yielding` in transport/spinning.py. */
+/* A wait for a socket; the counterpart is `Yielding` in transport/spinning.py. */
 typedef struct {
-    long long since_ns; /* nothing has moved; 0: something just has */
+    long long since_ns; /* the time since when nothing has moved; 0: bytes have just moved */
     int slow;           /* yields in a row */
 } Yielding;
 
-/* Yield the core; 0, with nothing done, if it is time to sleep: nothing has moved for long, or somebody else uses the
-   core. */
+/* Yield the core; 0, with nothing done, if it is time to sleep: nothing has moved for long, or another process uses
+   the core. */
 static inline int
 give_way(Yielding *self)
 {

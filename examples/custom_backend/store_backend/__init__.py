@@ -1,7 +1,7 @@
-"""A backend whose tensors travel through the store: a template for backends of your own.
+"""A backend that sends tensors through the store: a template for backends of your own.
 
 Every collective is one exchange: each rank puts a message for every other rank under a key, and waits for
-those of the others. Ranks combine what they get in the order of ranks, so results are equal on all ranks.
+those of the others. Each rank combines the messages in the order of ranks, so results are equal on all ranks.
 
 Keys are removed one exchange later: a rank that has all messages of exchange n knows that every other rank
 has started it, hence has read all messages of exchange n - 1.

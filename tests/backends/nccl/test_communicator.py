@@ -112,7 +112,7 @@ def test_one_that_is_aborted_before_it_connects_waits_for_nobody(library: Librar
 def test_a_meeting_ends_at_once_where_a_death_is_known_before_it_begins(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The abort comes before the thread that connects has come to the call that blocks."""
+    """An abort before the connecting thread has entered the blocking call ends the connection at once."""
     connect = Communicator.connect
 
     def late(communicator: Communicator, *arguments: Any) -> None:
@@ -170,7 +170,7 @@ def test_a_group_ends_when_a_call_in_it_raises(pair: list[Communicator]) -> None
 
 
 def test_a_group_is_launched_as_one(pair: list[Communicator]) -> None:
-    """Each sends before it receives: alone, the sends would wait for each other for ever."""
+    """Each rank sends before it receives: without a group, the sends would wait for each other for ever."""
 
     def swap(rank: int, communicator: Communicator) -> float:
         mine, theirs = torch.full((100_000,), float(rank)), torch.empty(100_000)

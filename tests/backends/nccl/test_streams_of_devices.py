@@ -82,7 +82,7 @@ def run(world_size: int, body: Callable[[ProcessGroup, HostDevice], object], **o
 
 
 def finished(device: HostDevice) -> None:
-    """Wait until the current stream has done what was queued."""
+    """Wait until the current stream has finished its queued work."""
     done = threading.Event()
     device.run(device.current(), done.set)
     assert done.wait(30)

@@ -1,4 +1,4 @@
-"""Collectives of short messages over sockets: which go the short way, and that what does not arrives."""
+"""Short collectives over sockets: which of them use the short path, and that the others arrive as well."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Seen = list[str]
 
 @pytest.fixture
 def long_ways(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """What went through the executor."""
+    """The operations that went through the executor."""
     seen: Seen = []
     run: Callable[..., None] = MessageExecutor.run
 

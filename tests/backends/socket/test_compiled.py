@@ -106,7 +106,7 @@ def test_a_checkout_that_was_updated_and_not_built_says_so_once_a_process(tmp_pa
 
 @pytest.fixture
 def untold() -> Iterator[None]:
-    """Nothing was logged in this process yet, and what a test has logged does not count."""
+    """No remedy was logged in this process before the test, and its own log lines are dropped after it."""
     compiled.tell_remedy.cache_clear()
     yield
     compiled.tell_remedy.cache_clear()

@@ -88,7 +88,7 @@ def test_noise_keeps_the_default_and_a_clear_gain_does_not(crossing: Crossing, r
     by_default = [1.0 if crossing.value_at(size, ranks) <= default else 2.0 for size in sizes]
     opposite = [2.0 if each == 1 else 1.0 for each in by_default]
     assert crossing.best(sizes, by_default, opposite, ranks) == default
-    # All sizes are on the side of the default or on the other: there is one that another constant serves.
+    # All sizes are on the same side of the default: another constant serves them all.
     moved = {crossing.best(sizes, *times, ranks) for times in ((ones, slow), (slow, ones))}
     assert moved != {default}
 

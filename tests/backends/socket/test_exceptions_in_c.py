@@ -37,7 +37,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fail: Callab
 
 
 def send(side: Side, text: bytearray, adopt: Callable[..., Any], cancel: Callable[..., Any]) -> None:
-    """Send a long message as a group does, with what a test has in place of its methods."""
+    """Send a long message as a group does, with the test's callables in place of its methods."""
     assert messages is not None
     express = side.endpoint.ways.compiled_express(Lot(side.peer, 0, PRINT, len(text)))
     assert express is not None

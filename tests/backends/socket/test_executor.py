@@ -61,7 +61,7 @@ def same(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 @attrs.frozen(eq=False)
 class Job:
-    """What every rank runs: the tensors, the request and what must come out."""
+    """The work of every rank: tensors, request and expected outputs."""
 
     request: Request
     inputs: list[list[torch.Tensor]]
@@ -298,7 +298,7 @@ def test_inexact_reductions_in_any_order_are_close_and_equal_everywhere(algorith
 
 
 def test_every_element_is_the_same_wherever_it_stands() -> None:
-    """A permuted vector gives the permuted result, so nothing depends on the chunk."""
+    """A permuted vector gives the permuted result: no value depends on its chunk."""
     order = torch.randperm(50, generator=torch.Generator().manual_seed(1))
     for name in ("direct", "whole", "bruck"):
         algorithm = algorithm_named(OpKind.ALL_REDUCE, name)
@@ -315,7 +315,7 @@ def test_every_element_is_the_same_wherever_it_stands() -> None:
 
 @pytest.mark.parametrize("algorithm", MESSAGES, ids=name_of)
 def test_lists_of_tensors_are_one_concatenation_cut_anywhere(algorithm: Algorithm) -> None:
-    """Each rank cuts its tensors at other places: messages must not care."""
+    """Each rank cuts its tensors at other places; the result is that of the concatenation."""
     if algorithm.family is OpKind.BARRIER:
         return
     job = JOBS[algorithm.family](5, 23, torch.int32, None, False)

@@ -1,4 +1,4 @@
-"""The short way of short messages: what it takes, what it leaves to the long way, and that both agree."""
+"""The short path of short messages: which it takes, which it leaves, and that both paths agree."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_every_length_goes_round_the_ring_often(sides: tuple[Side, Side], nbytes
     rounds = 40 if nbytes else 20_000 // 56
     for number in range(rounds + ahead):
         sent = text(number)[:1] * nbytes
-        if not one.send(sent):  # credit comes back by a frame, which the long way reads
+        if not one.send(sent):  # credit comes back by a frame, which the long path reads
             one.send_long_way(sent)
         if number >= ahead:
             got = two.take(nbytes)
@@ -113,7 +113,7 @@ def test_an_older_message_of_the_tag_is_taken_first(sides: tuple[Side, Side]) ->
     one, two = sides
     assert one.send(text(1))
     assert one.send(text(8), tag=8)
-    assert two.take_long_way(tag=8) == text(8)  # takes in what comes before it: the mailbox has it now
+    assert two.take_long_way(tag=8) == text(8)  # also delivers the message before it to the mailbox
     assert one.send(text(2))
     assert two.take() is None
     assert two.take_long_way() == text(1)
@@ -169,7 +169,7 @@ def test_what_nobody_receives_is_bounded_by_the_credit(sides: tuple[Side, Side])
 
 
 def crossed(sides: tuple[Side, Side], nbytes: int) -> int:
-    """Have messages of a length cross until the receiver says what it has received; return how many."""
+    """Exchange messages of a length until the receiver reports received bytes; return their number."""
     one, two = sides
     for number in range(REPORTED_BYTES // (FRAME_COST + nbytes) + 1):
         assert one.send(text(number)[:1] * nbytes)
@@ -245,7 +245,7 @@ def test_a_ring_with_a_counter_out_of_bounds_ends_the_peer_and_nothing_else(side
 
 
 def in_a_thread(call: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
-    """Begin a call in a thread; return the thread, and a list that gets what it returned."""
+    """Begin a call in a thread; return the thread, and a list that gets its result."""
     returned: list[object] = []
     thread = threading.Thread(target=lambda: returned.append(call()))
     thread.start()

@@ -1,4 +1,4 @@
-"""The short way of announced messages: what takes it, and what it leaves to the long way, and where."""
+"""The short path of announced messages: which calls use it, and at which point the long path takes over."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MOVES = [pytest.param(segments.move_message, id="Python"), pytest.param(segments
 
 @attrs.frozen
 class End:
-    """One of two ranks, on the short way."""
+    """One of two ranks, on the short path."""
 
     side: Side
 
@@ -49,7 +49,7 @@ class End:
         return self.side.endpoint.ways.announced_take(self.lot(nbytes))
 
     def send(self, data: bytes, timeout_s: float = 10.0) -> bool:
-        """Send a message; return whether it went the short way."""
+        """Send a message; return whether it used the short path."""
         held = bytearray(data)
         sent = self.way_out(len(data)).hand_over(address_of(memoryview(held)), soon(timeout_s))
         if sent is True:
@@ -60,7 +60,7 @@ class End:
         return False
 
     def take(self, nbytes: int = NBYTES, timeout_s: float = 10.0) -> tuple[bytes, bool]:
-        """Receive a message; return it, and whether it came the short way."""
+        """Receive a message; return it, and whether it came by the short path."""
         buffer = bytearray(nbytes)
         got = self.way_in(nbytes).wait(address_of(memoryview(buffer)), soon(timeout_s))
         if got is not True:
@@ -72,13 +72,13 @@ class End:
         self.side.endpoint.wait([transfer], soon(timeout_s))
 
     def link(self) -> Link:
-        """Return what its messages go over."""
+        """Return the link of its outgoing messages."""
         out = self.side.endpoint._fabric.outgoing(self.side.endpoint._mailbox.fabric_ids[self.side.peer])
         assert out is not None
         return out
 
     def way_back(self) -> Link:
-        """Return what the other's messages come over: another link, if both have connected at once."""
+        """Return the link of the other side's messages: another link, if both have connected at once."""
         back = self.side.endpoint._fabric.heard_from(self.side.endpoint._mailbox.fabric_ids[self.side.peer])
         assert back is not None
         return back
@@ -178,7 +178,7 @@ CUTS += [HEADER_BYTES + SEGMENT_BYTES + 7, 2 * HEADER_BYTES + SEGMENT_BYTES, who
 
 
 def write(link: Link, part: bytes) -> None:
-    """Have bytes go over a link that nobody else writes on."""
+    """Write bytes to a link that no other thread writes."""
     rest = memoryview(part)
     while rest:
         try:
@@ -211,7 +211,7 @@ def test_what_comes_in_pieces_arrives_whole(ends: tuple[End, End], cut: int) -> 
         time.sleep(0.02)  # longer than the other side is patient
         write(one.link(), made[cut:])
 
-    with one.side.endpoint._fabric.poller.role:  # nobody else reads
+    with one.side.endpoint._fabric.poller.role:  # no other thread reads
         _, (got, _) = together(send, two.take)
     assert got == data
 
@@ -319,7 +319,7 @@ class Mover:
     """One side of a message over a socket.
 
     Attributes:
-        state: What `move_message` returns.
+        state: The result of `move_message`.
     """
 
     move: Move

@@ -1,4 +1,5 @@
-"""The short way of messages from any member: what it takes, from whom, and what it leaves to the long way."""
+"""The short path of receives from any member: which messages it takes, from which ranks, and which it leaves
+to the long path."""
 
 from __future__ import annotations
 

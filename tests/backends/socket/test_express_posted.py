@@ -1,4 +1,4 @@
-"""The short way of who waits for a receive that is posted: what it takes, and what it leaves."""
+"""The short path of a wait for a posted receive: which messages it takes, and which it leaves."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def test_the_sender_is_told_what_was_received(sides: tuple[Side, Side]) -> None:
         buffer = bytearray(LEND_BYTES)
         posted = two.post(buffer)
         assert one.send(text(number)[:1] * LEND_BYTES)
-        if not two.wait_posted(posted, buffer):  # as long a one may go the long way
+        if not two.wait_posted(posted, buffer):  # as long a one may take the long path
             two.endpoint.wait([posted], soon())
         assert bytes(buffer) == text(number)[:1] * LEND_BYTES
     assert two.account.owed < FRAME_COST + LEND_BYTES

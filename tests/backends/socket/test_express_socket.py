@@ -1,4 +1,5 @@
-"""The short way over sockets: what it takes, what it leaves to the long way, and that both agree."""
+"""The short path over sockets: which messages it takes, which it leaves to the long path, and that both
+agree."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ LENGTHS = [0, 1, 1000, EAGER_BYTES, EAGER_BYTES + 1, PROMPT_BYTES]
 
 @attrs.frozen
 class Short:
-    """One of two ranks, on the short way."""
+    """One of two ranks, on the short path."""
 
     side: Side
     tagged: bool = True
@@ -67,7 +68,7 @@ class Short:
         return bytes(buffer[:nbytes])
 
     def link(self) -> Link:
-        """Return what the other's messages come over."""
+        """Return the link of the other side's messages."""
         endpoint = self.side.endpoint
         link = endpoint._fabric.heard_from(endpoint._mailbox.fabric_ids[self.side.peer])
         assert link is not None
@@ -109,7 +110,7 @@ def test_every_length_crosses_often(shorts: tuple[Short, Short], nbytes: int) ->
     receiver.start()
     sent = [pattern(nbytes, number) for number in range(rounds)]
     for each in sent:
-        if not one.send(each):  # credit comes back by a frame, which the long way reads
+        if not one.send(each):  # credit comes back by a frame, which the long path reads
             one.side.send_long_way(each)
     receiver.join(30)
     assert got == sent
@@ -148,7 +149,7 @@ def test_an_older_message_of_the_tag_is_taken_first(shorts: tuple[Short, Short])
     one, two = shorts
     assert one.send(text(1))
     assert one.send(text(8), tag=8)
-    assert two.side.take_long_way(tag=8) == text(8)  # takes in what comes before it: the mailbox has it now
+    assert two.side.take_long_way(tag=8) == text(8)  # also delivers the message before it to the mailbox
     assert one.send(text(2))
     assert two.take() is None
     assert two.side.take_long_way() == text(1)

@@ -215,7 +215,7 @@ def test_messages_to_oneself(make: Callable[[int], World], nbytes: int) -> None:
     sending = send(first, 0, text_of(nbytes))
     assert take(first, 0, nbytes) == text_of(nbytes)
     first.wait([sending], soon())
-    # The receive first, in another thread, which hears of it at once.
+    # The receive comes first, in another thread, and gets the error at once.
     started = time.monotonic()
     waiting = threading.Event()
 
@@ -298,7 +298,7 @@ def test_cancelled_messages_give_their_credit_back(make: Callable[[int], World])
     first, second = make(2).group()
     for _ in range(CREDIT_BYTES // FRAME_COST // 1000):
         first.cancel([send(first, 1, text_of(EAGER_BYTES + 1), 9) for _ in range(1000)])
-    # What follows needs credit, and the receiver has to have reported some.
+    # The following sends need credit, and the receiver must have reported some.
     sends = [send(first, 1, text_of(EAGER_BYTES, nth)) for nth in range(16)]
     got: list[bytes] = []
     together(
@@ -327,7 +327,7 @@ def test_long_messages_go_unasked_while_their_part_of_the_credit_lasts(tcp: Call
         sending = send(first, 1, text_of(PROMPT_BYTES, nth))
         assert isinstance(sending, Sending)
         sends.append(sending)
-        while sending.unasked and not sending.done:  # it is taken in, and nobody receives it yet
+        while sending.unasked and not sending.done:  # it has arrived, and no receive is posted yet
             first.attend()
             second.attend()
     assert [each.unasked for each in sends] == [True, True, True, False]
@@ -375,7 +375,7 @@ def test_a_long_message_given_up_midway_leaves_the_link_usable(
     receiving = second.recv_tagged(0, 0, 11, memoryview(buffer))
     link = next(iter(world.fabrics[0].linkage.outgoing.values()), None)
     assert link is not None
-    # Until the socket is full, in the midst of a segment.
+    # Until the socket is full, inside a segment.
     pump(*world.fabrics, until=lambda: sending.offset > 0)  # type: ignore[attr-defined]  # its own, as a Receiving or Sending
     if who == "sender":
         first.cancel([sending])
@@ -541,7 +541,8 @@ def test_a_process_that_closes_in_good_order_has_left_though_others_write_to_it(
     _expect(second, b"x")
     send(first, 1, b"unread")
     world.fabrics[1].close()
-    # Written before what the other side said last is read: the one resets the connection, the other fails.
+    # Written before the last frame of the other side is read: the first write resets the connection, the
+    # second fails.
     send(first, 1, b"nobody reads this")
     refused = send(first, 1, text_of(EAGER_BYTES + 1))
     receiving = first.recv_tagged(1, 0, 11, memoryview(bytearray(1)))
@@ -601,7 +602,7 @@ def test_a_host_that_does_not_answer_holds_up_nobody_else(
     tcp: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dist2.backends.socket.transport.fabric._FLUSH_S", 0.1)
-    # A listener whose queue is full drops what comes, as a host that is gone does.
+    # A listener with a full queue drops packets, as a host that is gone does.
     world = tcp(2)
     full = socket.create_server(("127.0.0.1", 0), backlog=0)
     fillers = []
@@ -789,8 +790,8 @@ def test_five_hundred_groups_leave_no_descriptor_and_no_thread(make: Callable[[i
     world = make(2)
     first, second = world.group()
     together(lambda: give(first, 1, b"x"), lambda: _expect(second, b"x"))
-    together(lambda: give(second, 0, b"x"), lambda: take(first, 1, 1))  # both have accepted what there is
-    gc.collect()  # what earlier tests left in cycles is not to go meanwhile
+    together(lambda: give(second, 0, b"x"), lambda: take(first, 1, 1))  # both have accepted all connections
+    gc.collect()  # garbage of earlier tests must not be collected meanwhile
     threads, descriptors = threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
     for context in range(1000, 1500):
         mine, other = world.open(0, context), world.open(1, context)
@@ -839,11 +840,11 @@ def test_a_closed_group_refuses(make: Callable[[int], World]) -> None:
             attempt()
 
 
-# Without anybody waiting
+# Without waiters
 
 
 class Bell:
-    """Hears of a transfer that is done."""
+    """Signals the end of a transfer."""
 
     def __init__(self, endpoint: FabricEndpoint, transfer: Transfer, timeout_s: float) -> None:
         self._rung = threading.Event()

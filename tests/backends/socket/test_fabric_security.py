@@ -1,4 +1,4 @@
-"""Who gets a link to a fabric that is protected by a secret or by TLS, over real connections."""
+"""Which peers get a link to a fabric with a secret or TLS, over real connections."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def credentials(request: pytest.FixtureRequest, tmp_path: Path) -> Credentials:
 
 
 ATTEND_S = 0.02
-"""Processes look into their links while nobody waits: those that were refused still answer others."""
+"""Interval at which processes read their links while no thread waits: refused ones still answer others."""
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +77,7 @@ def make() -> Iterator[Callable[..., World]]:
 
 
 def exchange(endpoint: FabricEndpoint, nbytes: int, timeout_s: float = 10.0) -> bytes:
-    """Send the rank's bytes to the other one, and return what that sent."""
+    """Send the rank's bytes to the other one, and return the bytes of that one."""
     mine, other = endpoint.rank, 1 - endpoint.rank
     buffer = bytearray(nbytes)
     sending = endpoint.send_tagged(other, 0, 11, memoryview(bytes([mine]) * nbytes))
@@ -99,7 +99,7 @@ def counted(reason: str) -> int:
     return refusals.counts().get(("data", reason), 0)
 
 
-# Who gets in
+# Accepted peers
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, EAGER_BYTES, EAGER_BYTES + 1, LONG])
@@ -112,7 +112,7 @@ def test_members_exchange_messages_of_all_sizes(
 
 
 def test_many_messages_one_way_arrive_in_order(make: Callable[..., World], credentials: Credentials) -> None:
-    """Also those that are queued before the link is open."""
+    """Messages that were queued before the link was open arrive in order, too."""
     first, second = make(credentials, credentials).endpoints
     sizes = [7, 5000, EAGER_BYTES, 1, LONG, 100] * 10
 
@@ -134,7 +134,7 @@ def test_many_messages_one_way_arrive_in_order(make: Callable[..., World], crede
 def test_a_member_that_computes_is_waited_for(
     make: Callable[..., World], credentials: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A handshake that one side leaves alone for long is ended by the other, and begun anew."""
+    """A handshake without an answer for long is closed by the other side, and started again."""
     monkeypatch.setattr(acceptor, "HANDSHAKE_S", 0.05)
     pair = make(credentials, credentials)
     first, second = pair.endpoints
@@ -168,7 +168,7 @@ def test_a_member_that_dies_in_the_handshake_is_lost(
     assert time.monotonic() - start < 2
 
 
-# Who does not
+# Refused peers
 
 
 DIFFERENCES = pytest.mark.parametrize(
@@ -201,12 +201,12 @@ def test_ranks_that_differ_both_learn_why(
 def test_a_rank_that_calls_long_after_the_other_was_refused_learns_why(
     make: Callable[..., World], theirs: Credentials, reason: str, words: str, late: int
 ) -> None:
-    """Nobody waits on the other side any more, which has raised long ago."""
+    """No thread waits on the other side, which has raised long ago."""
     pair = make(KNOWS, theirs, attend_s=ATTEND_S)
     tardy = pair.fabrics[late]
     with ThreadPoolExecutor(1) as pool:
         early = pool.submit(exchange, pair.endpoints[1 - late], 10)
-        while not early.done():  # it looks at who calls, and calls nobody yet
+        while not early.done():  # it attends to callers, and calls no peer yet
             tardy.poller.attend()
         with pytest.raises(AuthenticationError):
             early.result()
@@ -219,7 +219,7 @@ def test_a_rank_that_calls_long_after_the_other_was_refused_learns_why(
 def test_who_writes_to_a_port_that_has_refused_it_learns_why(
     make: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The connection is reset, and what was said before that still counts."""
+    """The connection is reset, and frames that were sent before still count."""
     monkeypatch.setattr(poller, "_GLANCE_NS", 1 << 62)
     pair = make(KNOWS, NONE)
     _, second = pair.endpoints
@@ -249,7 +249,7 @@ def test_certificates_of_different_authorities_do_not_meet(
 def test_a_caller_whose_certificate_is_not_taken_learns_it(
     make: Callable[..., World], tmp_path: Path
 ) -> None:
-    """It trusts the listener, but the listener does not trust it."""
+    """The caller trusts the listener, but the listener does not trust the caller."""
     authority = trustme.CA()
     ours = tls_of(tmp_path / "ours", authority)
     theirs = tls_of(tmp_path / "theirs")
@@ -271,7 +271,7 @@ def test_a_caller_whose_certificate_is_not_taken_learns_it(
 
 @attrs.frozen
 class Recorded:
-    """What a member said on a connection that was let in."""
+    """The bytes that a member sent on an accepted connection."""
 
     opener: bytes
     proof: bytes
@@ -295,7 +295,7 @@ def come_in(
 
 
 def answer(sock: socket.socket, fabric: Fabric, nbytes: int = 48) -> bytes:
-    """Read what a fabric says, letting it make progress."""
+    """Read a fabric's answer, letting it make progress."""
     sock.setblocking(False)
     got = bytearray()
 
@@ -385,7 +385,7 @@ def test_strangers_get_no_further(fabric: Fabric, says: Callable[[Card], bytes],
 
 
 def test_no_frame_counts_before_the_handshake(make: Callable[..., World]) -> None:
-    """Frames right behind a handshake that fails are never looked at: not even a death is believed."""
+    """Frames behind a failed handshake are never read: not even a report of a death counts."""
     pair = make(KNOWS, KNOWS)
     fabric = pair.fabrics[0]
     caller = Caller(OTHER, Plane.DATA, "job", pair.cards[1].fabric_id, fabric.card.fabric_id)
@@ -401,7 +401,7 @@ def test_no_frame_counts_before_the_handshake(make: Callable[..., World]) -> Non
 
 
 def test_an_impostor_gets_no_hello(make: Callable[..., World]) -> None:
-    """Who listens at a member's address without the secret learns nothing of the job."""
+    """A listener at a member's address without the secret learns nothing of the job."""
     pair = make(KNOWS, KNOWS)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         pair.cards[1] = Card("impostor", *listener.getsockname())
@@ -434,7 +434,7 @@ def test_a_thousand_idle_strangers_cost_a_job_nothing(
     pair = make(who, who)
     strangers = []
     try:
-        for _ in range(1000):  # before the members meet, and while nobody looks
+        for _ in range(1000):  # before the members meet, and while no thread polls
             stranger = socket.create_connection((pair.cards[1].host, pair.cards[1].port), timeout=5)
             stranger.sendall(says)
             strangers.append(stranger)

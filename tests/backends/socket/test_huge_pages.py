@@ -1,4 +1,4 @@
-"""Which memory gets huge pages, and when; and that a tensor stays what it is."""
+"""Which memory gets huge pages, and when; and that the tensor's values do not change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATIENCE = 64
 
 
 class Kernel:
-    """Notes what it is asked for."""
+    """Records the requests."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, takes_ns: int = 0) -> None:
         self.asked: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Why a group failed: who is left waits for the word of who is gone, where there may be one."""
+"""The reason of a failed group: survivors wait for a possible last message of a departed rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dist2.runtime.deadline import deadline_in
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits in vain is stuck, and who does not wait is so at any load."""
+    """A useless wait hangs the test, and a correct early end passes it at any load."""
     monkeypatch.setattr(inquiry, "HEAR_S", 600.0)
 
 
@@ -102,7 +102,7 @@ def test_who_is_aborted_itself_waits_for_nobody(world: World) -> None:
 
 
 def test_in_shared_memory_the_word_of_who_aborted_is_in_the_error(world: World) -> None:
-    """Memory is faster than words, by as long as who aborts is held up between the two."""
+    """Shared memory shows the abort before the message with its reason, by any delay of the aborting rank."""
     first, second, _ = world.group()
     members = Members(2)
     for board, messages in zip(members.boards, (first, second), strict=True):

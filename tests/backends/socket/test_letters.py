@@ -1,4 +1,4 @@
-"""Letters of an agreement as frames: what is encoded is read back, and garbage is refused."""
+"""Control messages of an agreement as frames: decoding returns the encoded values, and garbage is refused."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ def test_an_offer_of_wrong_lengths_is_refused(nbytes: int, total: int) -> None:
 
 
 def test_an_address_that_is_nowhere_ends_in_the_long_way_not_in_a_crash(sides: tuple[Side, Side]) -> None:
-    """Whatever a peer says about its memory, at worst it is asked for the bytes instead."""
+    """An invalid address from a peer at worst makes the receiver ask for the bytes instead."""
     one, two = sides
     text = pattern(LONG, 2)
     buffer = bytearray(LONG)

@@ -1,4 +1,5 @@
-"""Long messages whose receives are posted, and whoever waits for them: what it reads, and what it leaves."""
+"""Long messages with posted receives, and threads that wait for them: which messages they read, and which
+they leave."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class Receiver:
     """A side that receives long messages.
 
     Attributes:
-        in_c: Its short way is there; else all go the long one.
+        in_c: Its short path is there; else all take the long one.
     """
 
     side: Side
@@ -113,7 +114,7 @@ def test_nothing_comes_before_the_deadline(sides: tuple[Side, Receiver]) -> None
 
 
 class Refusing:
-    """A short way in C that is not to be taken."""
+    """A short path in C that is not to be taken."""
 
     def fetch_posted(self, *_: object) -> bool:
         raise AssertionError("it waits for an offer that was taken in")
@@ -174,7 +175,7 @@ def test_where_reading_is_refused_the_message_comes_through_the_ring(
     link = fabric.ringed_from(mailbox.fabric_ids[0])
     assert link is not None
     assert link.rx is not None
-    link.rx.pid = pid  # of nobody
+    link.rx.pid = pid  # of no process
     buffer = bytearray(LONG)
     posted, sending = two.side.post(buffer), send(one, pattern(LONG, 1))
     assert not two.wait(posted, buffer)
@@ -183,7 +184,7 @@ def test_where_reading_is_refused_the_message_comes_through_the_ring(
 
 
 def test_what_was_read_of_a_process_that_has_ended_goes_to_nobody(sides: tuple[Side, Receiver]) -> None:
-    """Its number may be another process's by then: here it is that of this one."""
+    """A process id may belong to another process by then: in this test to the own one."""
     one, two = sides
     link = two.side.endpoint._fabric.ringed_from(two.side.endpoint._mailbox.fabric_ids[0])
     assert link is not None

@@ -1,4 +1,4 @@
-"""Matching: who gets which message, in which order."""
+"""Matching: which receive gets which message, in which order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A member sleeps at its fences in place of yielding if somebody else wants its core and waking is quick."""
+"""A member sleeps at its fences instead of yielding if its core is needed and wake-ups are quick."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ in_c = pytest.mark.skipif(compiled.steps is None, reason="dist2 was built withou
 
 
 class Pair:
-    """A member for which every yield is slow, and the page of another that comes when the test says so."""
+    """A member with slow yields only, and the page of another one that arrives on the test's command."""
 
     def __init__(self, doorbell: Doorbell, make: Callable[[memoryview, Doorbell], AnyArrivals]) -> None:
         self.own, self.peer = words(), words()
@@ -108,7 +108,7 @@ class Crowd:
         self._tells = True
 
     def yield_twice(self, tells: bool) -> None:
-        """Meet at two fences to which the others come after a turn each; they may tell that they have run."""
+        """Meet at two fences to which the others come after a turn each; they may publish their turns."""
         self._tells, self.longest_ns = tells, 0
         for _ in range(2):
             self.arrivals.cross(self._call, self._come, ALL, self._run_in_turn)

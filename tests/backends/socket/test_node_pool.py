@@ -58,7 +58,7 @@ def test_a_node_closes_with_its_last_group(pool: NodePool) -> None:
 
 
 def test_an_address_of_a_group_that_failed_is_not_given_again(pool: NodePool) -> None:
-    """A rank that comes late would find it published by another one, and take that for its own."""
+    """A late rank would find the address published by another one, and take it for its own."""
     kept, failed = pool.acquire(HOST, "kept"), pool.acquire(HOST, "failed")
     assert kept is failed
     pool.release(failed)

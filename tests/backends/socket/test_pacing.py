@@ -25,12 +25,12 @@ FAR = ["reno", "reno", "bbr"]
 
 
 class Connection:
-    """What a socket says of itself.
+    """The state of a socket.
 
     Args:
         control: Its congestion control.
-        rtt_us: How soon the other host has answered at best.
-        allowed: What it may be changed to.
+        rtt_us: The shortest round trip to the other host.
+        allowed: The congestion control that the system permits.
     """
 
     def __init__(self, control: str, rtt_us: int, allowed: str = "reno") -> None:
@@ -229,7 +229,7 @@ def test_links_are_settled_when_their_fabric_looks_after_them(
 
 
 def test_links_begin_with_what_was_chosen_for_near_hosts(fabrics: list[Fabric]) -> None:
-    """Both ends, whatever the system gives."""
+    """At both ends, with any default of the system."""
     with socket.socket() as usual:
         was = congestion_of(usual)
     exchange(fabrics)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ROUNDS = 120
 UNUSED = 8
-"""Yields in a row that nobody else used, after which who waits looks first."""
+"""Consecutive unused yields after which a waiter polls first."""
 
 pytestmark = [
     pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory"),
@@ -32,7 +32,7 @@ pytestmark = [
 
 @contextmanager
 def on_one_core() -> Iterator[None]:
-    """Have the calling thread, and those that it starts, run on one core."""
+    """Run the calling thread, and the threads that it starts, on one core."""
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(allowed)})
     try:

@@ -1,4 +1,4 @@
-"""Long messages over sockets that nobody announces: read whole, and going either way at any time."""
+"""Long messages over sockets without announcements: read whole, in both directions at any time."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_either_way_may_be_refused_at_any_time(seed: int, monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("without_rails")
 def test_what_is_read_may_stop_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Headers and payloads that are only half here when patience ends."""
+    """Headers and payloads may have come by half when the wait ends."""
     dice = random.Random(3)
     read = express_socket_long.read_whole
 
@@ -160,7 +160,7 @@ def test_what_is_read_may_stop_anywhere(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.usefixtures("without_rails")
 def test_a_call_that_fails_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a rank was about to send or receive when it gave up is nobody's afterwards."""
+    """After the failure no rank owns the messages that the call was about to send or receive."""
     start = Passing.start
     calls = 0
 

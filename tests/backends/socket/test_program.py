@@ -1,4 +1,4 @@
-"""Programs in C: which script they run, and what they leave to Python."""
+"""Programs in C: which script they run, and which calls they leave to Python."""
 
 from __future__ import annotations
 

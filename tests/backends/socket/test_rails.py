@@ -1,4 +1,5 @@
-"""Rails: scripts that send and receive. Whatever stops one, the long way goes on with what is under way."""
+"""Rails: scripts that send and receive. If any condition stops a script, the long path continues its
+transfers."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def sums(pg: ProcessGroup, dtype: torch.dtype = torch.float32) -> None:
 
 @pytest.fixture
 def left(monkeypatch: pytest.MonkeyPatch) -> list[Left]:
-    """What was under way whenever rails were closed."""
+    """The unfinished transfers each time that rails were closed."""
     found: list[Left] = []
     close = Rails.close
 
@@ -130,7 +131,8 @@ def parts(pg: ProcessGroup) -> None:
 def test_scripts_do_not_wait_for_what_was_received_before_its_step(
     tenant: Tenant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who waits for long posts all receives; what comes of them then does not come over a rail once more."""
+    """A rank that waits for long posts all receives; a message received that way must not come over a rail
+    again."""
     opening, receiving, opened = Rails.open, Passing.receive, list[bool]()
 
     def late(self: Rails, seq: int, early: Mapping[int, int]) -> bool:
@@ -145,13 +147,13 @@ def test_scripts_do_not_wait_for_what_was_received_before_its_step(
     monkeypatch.setattr(Rails, "open", late)
     monkeypatch.setattr(Passing, "receive", lasting)
     monkeypatch.setattr(SocketReceive, "wait", lambda self, address, deadline_ns, seq=0: False)
-    monkeypatch.setattr(rails, "PATIENCE_NS", 60 * 10**9)  # else the long way finds it after a while
+    monkeypatch.setattr(rails, "PATIENCE_NS", 60 * 10**9)  # else the long path finds it after a while
     run_ranks(len(tenant.layout), parts, tenant)
     assert opened
 
 
 def test_what_a_script_received_last_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of that member may come for long, and it has that much less to send meanwhile."""
+    """Otherwise that member would lack this credit until it sends again."""
     opening, closing, owed = Rails.open, rails._Track.close, list[int]()
 
     def late(self: Rails, seq: int, early: Mapping[int, int]) -> bool:
@@ -182,7 +184,7 @@ def test_ranks_with_and_without_scripts_that_send_work_together(monkeypatch: pyt
 
 
 def test_messages_of_others_have_their_turn(left: list[Left]) -> None:
-    """Messages that a thread sends over the same links while scripts use them."""
+    """A thread sends messages over links that scripts use."""
     count, ends = 30, [threading.Event() for _ in range(4)]
 
     def body(pg: ProcessGroup) -> None:
@@ -196,7 +198,7 @@ def test_messages_of_others_have_their_turn(left: list[Left]) -> None:
                     got = torch.empty(1000 * number + 1)
                     works.append((pg.irecv(got, peer, 3), got))
                     pg.isend(torch.full_like(got, number), peer, 3).wait()
-            except BaseException as error:  # noqa: BLE001 - told to the test
+            except BaseException as error:  # noqa: BLE001 - reported to the test
                 failures.append(error)
             ends[pg.rank()].set()
 

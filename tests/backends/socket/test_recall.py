@@ -40,7 +40,7 @@ def test_who_comes_late_uses_nothing_of_who_gave_up() -> None:
 
     assert ends_of(lambda: early(0), lambda: early(1), late) == [None, None, None]
     members.close()
-    in_time(max(waited_s), SLACK_S)  # nobody can have passed
+    in_time(max(waited_s), SLACK_S)  # no member can have passed
 
 
 @pytest.mark.parametrize("ends", ["at the next fence", "by giving up", "never"])

@@ -1,4 +1,4 @@
-"""Recipes: what is worked out for a call is found again by all groups that are alike, and by no others."""
+"""Recipes: equal groups reuse the steps computed for a call, other groups do not."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_shapes_that_change_all_the_time_start_over(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("layout", [(0, 0, 0), (0, 0, 1)])
 def test_a_group_of_the_same_members_goes_by_its_parents_recipes(layout: tuple[int, ...]) -> None:
-    """And one of others, or in another order, by its own."""
+    """A group of other members, or with another order, has its own recipes."""
 
     def body(pg: ProcessGroup) -> None:
         same, reversed_order = pg.split([0, 1, 2]), pg.split([2, 1, 0])
@@ -125,7 +125,7 @@ def test_a_group_of_the_same_members_goes_by_its_parents_recipes(layout: tuple[i
 @pytest.mark.parametrize("kind", [OpKind.ALL_TO_ALL_SINGLE, OpKind.ALL_GATHER_SINGLE])
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_blocks_in_a_row_leave_slots_while_the_next_go_into_others(world_size: int, kind: OpKind) -> None:
-    """All steps of the blocks are there, on the same side of each fence as block by block."""
+    """All steps of the blocks are there, on the same sides of fences as in single blocks."""
     steps = compiled.steps
     assert steps is not None
     numel = world_size << 22

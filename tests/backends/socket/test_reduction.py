@@ -186,7 +186,7 @@ def test_floats_are_folded_from_left_to_right_and_rounded_once(dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
 def test_half_precision_keeps_small_contributions(dtype: torch.dtype) -> None:
-    """Each of a hundred small numbers is lost beside 1 when every step rounds."""
+    """With rounding at every step, each of a hundred small numbers would be lost beside 1."""
     small = 2.0**-12
     tensors = [torch.tensor([1.0], dtype=dtype)] + [torch.tensor([small], dtype=dtype)] * 100
     result = torch.empty(1, dtype=dtype)

@@ -139,7 +139,7 @@ def test_a_writer_refuses_a_counter_that_no_reader_can_have(nonsense: int) -> No
 
 
 def test_the_other_ends_word_cannot_move_this_ends_counter() -> None:
-    """Each end's own counter is its own: scribbling over the shared copy changes nothing it reads."""
+    """Each end keeps its own counter: a change of the shared copy does not affect it."""
     writer, reader, words = ends()
     writer.sendmsg([b"one"])
     buffer = memoryview(bytearray(3))

@@ -1,4 +1,4 @@
-"""The role of the one who polls: free again, whatever signal handlers raise in the midst of a turn."""
+"""The role of the poller: it is free after any exception of a signal handler in a turn."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_free(poller: Poller) -> bool:
     return True
 
 
-# Whoever polls
+# Any poller
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ class Snatched:
 
 def test_who_comes_second_to_the_role_does_not_wait_for_the_first_ones_turn(fabric: Fabric) -> None:
     poller = fabric.poller
-    role, poller.role = poller.role, Snatched(poller)  # type: ignore[assignment]  # it has what is asked of the role
+    role, poller.role = poller.role, Snatched(poller)  # type: ignore[assignment]  # it has the used methods of a role
     assert poller.play(lambda: "polled", "did not") == "did not"
     assert role.locked()
     role.release()

@@ -1,4 +1,4 @@
-"""Rounds: who sleeps while rings may fill is woken, and nobody sleeps who has just been given something."""
+"""Rounds: a thread that sleeps while rings may fill is woken, and none sleeps right after a message."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sides() -> Iterator[tuple[Side, Side]]:
 
 
 def is_rung(side: Side, timeout_s: float) -> bool:
-    """Whether somebody wakes a rank that sleeps in the kernel."""
+    """Whether a rank that sleeps in the kernel is woken."""
     return bool(select.select([side.endpoint], [], [], timeout_s)[0])
 
 
@@ -46,7 +46,7 @@ def test_who_is_awake_is_not_rung(sides: tuple[Side, Side]) -> None:
 
 
 def test_nobody_sleeps_after_a_round_that_moved_something(sides: tuple[Side, Side]) -> None:
-    """Not in the round in which descriptors have their turn, either: nobody knows whom to wake."""
+    """Not in the round that serves descriptors, either: no peer knows that it has to wake this thread."""
     one, two = sides
     polling = two.node._fabric.poller
     start = time.monotonic()
@@ -62,7 +62,7 @@ def test_nobody_sleeps_after_a_round_that_moved_something(sides: tuple[Side, Sid
 def test_a_collective_looks_around_less_often_than_a_message(
     sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has come for it may stay in the socket until it is known where that is to go."""
+    """A message for it may stay in the socket until its receive is posted."""
     _, two = sides
     looking, looks, now = two.node._fabric.poller, 0, time.monotonic_ns()
 

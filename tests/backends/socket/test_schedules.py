@@ -251,7 +251,8 @@ def test_what_lends_and_moves_may_go_either_way_on_each_rank(algorithm: Algorith
 
 
 def test_the_other_way_begins_where_the_one_ended() -> None:
-    """Also with what a rank copies for itself, half before each fence; twice turned, it is as it was."""
+    """Also with copies to the rank's own memory, half of them before each fence; reversing twice gives the
+    original."""
     lending = algorithm_named(OpKind.ALL_GATHER, "single_copy")
     for schedule in schedules_of(lending, [Request(OpKind.ALL_GATHER, 3, (8, 8, 8), slot_bytes=96)] * 3):
         turned = mirrored(schedule)
@@ -276,7 +277,7 @@ def test_what_folds_goes_one_way(family: OpKind) -> None:
     ("family", "hurries"), [(OpKind.BROADCAST, 2), (OpKind.GATHER, 1), (OpKind.SCATTER, 2)]
 )
 def test_who_has_lent_must_wait_for_those_that_use_it(family: OpKind, hurries: int) -> None:
-    """At the last fence."""
+    """The wait is at the last fence."""
     lending = algorithm_named(family, "single_copy")
     counts = (31,) if family is OpKind.BROADCAST else (31,) * 4
     requests = [Request(family, 4, counts, root=2, slot_bytes=999)] * 4

@@ -64,7 +64,7 @@ def without_a_step(schedules: Schedules) -> Iterator[tuple[str, list[Schedule]]]
 
 
 def without_a_fence(schedules: Schedules) -> Iterator[tuple[str, list[Schedule]]]:
-    """Drop the n-th fence of all ranks at once: nobody hangs, but everything may race."""
+    """Drop the n-th fence of all ranks at once: no rank hangs, but everything may race."""
     fences = sum(isinstance(step, Fence) for step in schedules[0].steps)
     for dropped in range(fences):
         changed = []
@@ -180,8 +180,14 @@ def swap(peer: int) -> Exchange:
         ([Exchange(recvs=(Recv(1, scratch(0, 2)),))], "deadlock"),
         ([Fence()], "deadlock"),
         ([Copy(SLOT_1, source(0, 2))], "slot of another"),
-        ([Exchange((Send(1, target(0, 2)),), (Recv(1, target(1, 2)),))], "receives what it also sends"),
-        ([Exchange((), (Recv(1, target(0, 2)), Recv(1, target(1, 2))))], "receives what it also sends"),
+        (
+            [Exchange((Send(1, target(0, 2)),), (Recv(1, target(1, 2)),))],
+            "receives into memory that the step also sends",
+        ),
+        (
+            [Exchange((), (Recv(1, target(0, 2)), Recv(1, target(1, 2))))],
+            "receives into memory that the step also sends",
+        ),
     ],
 )
 def test_each_fault_has_its_message(steps: Sequence[Step], message: str) -> None:
@@ -234,7 +240,7 @@ def test_ranks_that_disagree_about_the_slot_are_caught() -> None:
 
 
 def test_stale_slots_of_the_operation_before_are_no_contribution() -> None:
-    """Without its copy an operation would fold what the one before left in the slots."""
+    """Without its copy an operation would fold the previous operation's data in the slots."""
     schedules = [
         Schedule((Copy(own, source(0, 2)), Fence(), Fold(target(0, 2), (SLOT_0, SLOT_1))), slot=2)
         for own in (SLOT_0, SLOT_1)
@@ -264,7 +270,8 @@ def test_a_rank_that_does_not_wait_for_what_it_reads_is_caught(algorithm: Algori
 
 
 def test_a_half_of_the_slots_is_no_place_for_who_does_not_wait() -> None:
-    """On pieces these do not race; in turn on two slots the root writes what others may still read."""
+    """On pieces these do not race; with two alternating slots the root overwrites data that others may still
+    read."""
     broadcast = next(each for each in FLAT if each.streams and each.family is OpKind.BROADCAST)
     requests = requests_for(broadcast, 3, 4)
     for streams, races in ((True, False), (False, True)):

@@ -91,7 +91,7 @@ def test_every_algorithm_keeps_its_promise_on_small_layouts(algorithm: Algorithm
 def test_every_algorithm_keeps_its_promise_at_all_world_sizes(
     algorithm: Algorithm, world_sizes: tuple[int, ...]
 ) -> None:
-    """Hosts of equal sizes, ranks dealt out one by one, and a host with all ranks but a few, in turn."""
+    """Hosts of equal sizes, ranks distributed one by one, and one host with all ranks but a few."""
     for world_size in (size for size in world_sizes if size > 2):
         hosts = 2 + world_size % min(6, world_size - 2)
         layouts = (

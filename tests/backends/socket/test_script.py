@@ -1,4 +1,5 @@
-"""Steps in C beside their counterparts in Python: folds to the bit, places, what stops a script."""
+"""Steps in C beside their counterparts in Python: equal bits of folds, places, and the conditions that stop a
+script."""
 
 from __future__ import annotations
 
@@ -106,7 +107,7 @@ def vectors(dtype: torch.dtype, count: int, numel: int) -> list[torch.Tensor]:
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two vectors have the same bits, but for the payloads of what is not a number."""
+    """Whether two vectors have the same bits, except for the payloads of NaNs."""
     if left.is_complex():
         left, right = left.view(left.real.dtype), right.view(right.real.dtype)
     integers = {4: torch.int32, 8: torch.int64}[left.dtype.itemsize]
@@ -191,7 +192,7 @@ def test_both_ways_move_the_same_bytes(members: Members, nbytes: int, backwards:
 
 
 def test_what_was_read_of_a_process_that_has_ended_stops_the_script(members: Members) -> None:
-    """Its number may be another process's by then: here it is that of this one."""
+    """A process id may belong to another process by then: in this test to the own one."""
     child = subprocess.Popen(["sleep", "60"])
     pidfd = os.pidfd_open(child.pid)
     source, result = torch.ones(100), torch.zeros(100)
@@ -231,7 +232,7 @@ def test_bytes_are_stored_where_they_are_looked_for(members: Members) -> None:
 def test_who_stores_what_stands_there_waits_for_nobody(members: Members) -> None:
     mine = members.boards[0]
     page = torch.zeros(8, dtype=torch.uint8)
-    come = fencing(nothing, whom=NOBODY)  # the other does not, so it may still read what stands there
+    come = fencing(nothing, whom=NOBODY)  # the other member does not, so it may still read the old bytes
     for stored in (bytes(8), bytes(7) + b"!"):
         script = script_of(mine, [come, storing(nothing, page.data_ptr(), stored)])
         assert script is not None
@@ -257,13 +258,13 @@ def test_what_is_stored_tells_where_the_tensors_of_the_call_lie(members: Members
 
 
 def test_a_script_finds_what_others_lend_where_it_is_at_the_time(members: Members) -> None:
-    """Also where it goes on behind a step that Python has done, and where memory is mapped elsewhere."""
+    """Also after a step that Python has done, and with memory mapped at another address."""
     page, result = torch.zeros(24, dtype=torch.uint8), torch.zeros(4)
     look = finding(nothing, page.data_ptr(), b"ordinary", 1, 2, -64)
     copies = [copying(nothing, (0, 0), (2, 0), 8), Bound(nothing), copying(nothing, (0, 8), (1, 8), 8)]
     script = script_of(members.boards[0], [look, *copies], 0, 1, 2)
     assert script is not None
-    assert script.run(operation(0), [], [result], 0, 0) == 0  # nobody lends anything of that kind
+    assert script.run(operation(0), [], [result], 0, 0) == 0  # no member exposes memory of that kind
     for start in (0.0, 10.0):
         lent = [torch.arange(start, start + 4), torch.arange(start + 4, start + 8)]
         table = b"ordinary" + struct.pack("=QQ", *[each.data_ptr() + 64 for each in lent])
@@ -286,7 +287,7 @@ def test_a_script_knows_shared_tensors_from_ordinary_ones(members: Members) -> N
 
 
 def test_what_one_notes_the_other_sees_behind_the_fence(members: Members) -> None:
-    """For both parities of fences, between a board whose steps are in C and one in Python."""
+    """For both parities of fences, between a board with steps in C and one with steps in Python."""
     mine, theirs = members.boards
     theirs.meeting.look_up()
     for turn in range(4):
@@ -302,7 +303,7 @@ def test_what_one_notes_the_other_sees_behind_the_fence(members: Members) -> Non
 
 
 def test_what_concerns_nobody_else_is_copied_behind_the_arrival(members: Members) -> None:
-    """The copy is made when the script comes to the fence, and not left out when it has to wait."""
+    """The copy is made at the arrival at the fence, also if the script then has to wait."""
     mine, theirs = members.boards
     theirs.meeting.look_up()
     for turn in range(20):
@@ -322,7 +323,7 @@ def test_what_concerns_nobody_else_is_copied_behind_the_arrival(members: Members
 def test_long_copies_of_what_is_the_callers_move_the_same_bytes(
     members: Members, nbytes: int, backwards: bool
 ) -> None:
-    """They go past the caches, in lines and pages: wherever they begin and end."""
+    """They go past the caches, in lines and pages, for any start and end."""
     guard = 64
     for to, start in ((0, 0), (3, 8), (61, 1)):
         source = torch.randint(1, 255, (nbytes + guard,), dtype=torch.uint8)
@@ -396,7 +397,7 @@ def test_a_block_goes_to_two_places_at_once(members: Members, nbytes: int, way: 
 def test_one_block_leaves_a_slot_while_another_goes_into_one(
     members: Members, far: bool, nbytes: int, emptied: int
 ) -> None:
-    """In turn, line by line: whichever is longer, into one place or two, wherever they begin."""
+    """Alternating line by line: with either one longer, into one place or two, at any offset."""
     arrivals_in_c(members).far = 99 * far
     most = 5 * 16384 + 128
     slot, source = torch.randint(1, 255, (2, most), dtype=torch.uint8)
@@ -444,7 +445,7 @@ def test_what_a_block_goes_to_may_overlap_it(members: Members, ahead: int) -> No
 
 
 def test_members_whose_words_come_soon_are_not_far(members: Members) -> None:
-    """All on one core, here. Only who moves much looks."""
+    """All are on one core here. Only members that move much data measure distances."""
     first, second = [board.arrivals for board in members.boards]
     source, result = torch.zeros(2, 1 << 20, dtype=torch.uint8)
     places = (FIXED, result.data_ptr()), (FIXED, source.data_ptr())

@@ -1,4 +1,4 @@
-"""The choice of algorithms: always one that fits, the same on all ranks, and the forced one or an error."""
+"""The choice of algorithms: always a suitable one, the same on all ranks, and the forced one or an error."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_an_unknown_name_lists_the_fit_ones() -> None:
 
 
 def test_an_unfit_name_lists_the_fit_ones() -> None:
-    with pytest.raises(InvalidUsageError, match="'ring' does not fit for all_reduce; fit are: whole, bruck"):
+    with pytest.raises(InvalidUsageError, match="'ring' does not fit for all_reduce; suitable: whole, bruck"):
         chosen(OpKind.ALL_REDUCE, 4, 64, forced="ring")
     with pytest.raises(InvalidUsageError, match="'one_shot' does not fit"):
         chosen(OpKind.ALL_REDUCE, 4, 64, forced="one_shot")

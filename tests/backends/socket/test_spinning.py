@@ -11,7 +11,7 @@ FAST, SLOW = SLOW_NS // 100, 2 * SLOW_NS
 
 
 class Clock:
-    """What time it is, and how long a yield takes."""
+    """A simulated time, and the duration of a yield."""
 
     def __init__(self) -> None:
         self.now = 1_000_000_000

@@ -1,4 +1,4 @@
-"""Members spread over the cores while they wait, and leave nobody pinned."""
+"""Members spread over the cores while they wait, and leave no thread pinned."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(compiled.steps is None, reason="dist2 was built 
 
 
 class Crowd:
-    """A member of a crowd, the last one, and the pages of the others, who come once it sleeps."""
+    """A member of a crowd, the last one, and the pages of the other members, which come once it sleeps."""
 
     def __init__(self, doorbell: Doorbell, members: int, spins: int = 0) -> None:
         self.own = words()

@@ -1,4 +1,4 @@
-"""Tensors that are not contiguous: what is copied for them, and what is not."""
+"""Tensors that are not contiguous: which of them are copied, and in which direction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Fences at which not all wait for all, with members as threads: who is ahead, what it left, who is woken."""
+"""Fences at which not all wait for all, with members as threads: ranks that are ahead, their data, their
+wake-ups."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def members() -> Iterator[Members]:
 
 
 def arrive(board: Board, call: Operation, whom: int = NOBODY) -> None:
-    """Come to the next fence, leaving word of the call."""
+    """Come to the next fence, after logging the call."""
     board.log_call(call)
     board.fence(call, whom)
 
@@ -138,7 +139,8 @@ def test_sleepers_are_rung_by_whom_they_wait_for_and_once(members: Members) -> N
 
 
 def test_pieces_are_used_again_once_all_are_done(members: Members) -> None:
-    """Rank 0 gives, or all give to it, or all wait for all: whoever is fast must not spoil what is read."""
+    """Rank 0 sends to all, or all send to it, or all wait for all: a fast rank must not overwrite unread
+    data."""
     rounds = random.Random(5)
     plan = [(rounds.randrange(4), rounds.randrange(3), rounds.random() < 0.5) for _ in range(1500)]
 
@@ -166,7 +168,7 @@ def test_pieces_are_used_again_once_all_are_done(members: Members) -> None:
 
 
 def test_notes_stand_until_all_have_read_them(members: Members) -> None:
-    """A member that waits for nobody at the second fence must not write over what it noted for the first."""
+    """A member that waits for none at the second fence must not overwrite its note for the first."""
     late = threading.Event()
 
     def fast() -> None:

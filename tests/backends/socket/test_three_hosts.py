@@ -1,7 +1,7 @@
 """Long sums over more than two hosts: a rank that waits for one of them holds up none of the others.
 
-Between two hosts messages are answered in the order in which they are sent. With more, what one rank waits
-for may depend, by way of others, on what it has not sent yet, or has not taken in.
+Between two hosts messages are answered in the order in which they are sent. With more, a message that one
+rank waits for may depend, through others, on a message that it has not sent yet, or not received.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FOUR = Tenant("2+2+2+2", "socket", layout=(0, 0, 1, 1, 2, 2, 3, 3))
 
 
 class NoWay:
-    """A short way that nothing can go now."""
+    """A short path that nothing can go now."""
 
     held_up = True
 
@@ -47,7 +47,7 @@ class NoWay:
 
 
 def passing(office: PostOffice, messages: tuple[Message, ...], short: tuple[int, ...]) -> Passing:
-    """Return the messages of a call on rank 0, some of which have a short way that is of no use now."""
+    """Return the messages of a call on rank 0, some of which have a short path that is of no use now."""
     endpoint = office.endpoints[0]
     signature = Signature(OpKind.ALL_REDUCE, GroupInfo("g", "g", "", "socket", 0, (0, 1, 2)))
     ways = Ways(endpoint, Plan((), torch.uint8, 0, len(messages), False), signature.fingerprint)
@@ -88,7 +88,7 @@ def test_who_waits_for_a_send_has_posted_what_it_may_receive() -> None:
 
 
 def test_what_a_member_has_sent_before_is_received_before() -> None:
-    """Else it would be kept somewhere until it is asked for, and count against what may be sent."""
+    """Otherwise it would be kept until it is asked for, and count against the credit."""
     office = PostOffice(3)
     first, second, third = message(0, 2), message(1, 2, 1), message(2, 2, 2)
     traffic = passing(office, (first, second, third), (0, 1, 2))
@@ -123,7 +123,7 @@ def sums(pg: ProcessGroup) -> None:
 
 @pytest.mark.usefixtures("without_scripts")
 def test_sums_end_where_all_messages_are_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if nobody had any credit left: nothing goes before somebody waits."""
+    """As if no rank had any credit left: nothing is sent before a rank waits."""
 
     def refuse(self: SocketSend, address: int, seq: int = 0) -> bool:
         self.held_up = True
@@ -136,7 +136,7 @@ def test_sums_end_where_all_messages_are_held_up(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("without_scripts")
 def test_sums_end_where_all_messages_need_consent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where credit is used up by what has come and is not wanted yet: what is sent then is asked for."""
+    """As if received but unwanted messages had used up the credit: later ones are announced."""
     monkeypatch.setattr(dispatch, "_may_be_prompt", lambda account, sending: False)
 
     def leave_to_others(self: SocketSend, address: int, seq: int = 0) -> bool:

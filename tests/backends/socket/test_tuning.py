@@ -1,4 +1,5 @@
-"""Tuning files: what is written is read back, what cannot be is refused by name, and rank 0's counts."""
+"""Tuning files: reading returns the written values, invalid ones are refused by name, and rank 0's file is
+used."""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ def test_the_environment_names_the_file() -> None:
 
 
 def test_all_members_go_by_what_rank_0_read(tmp_path: Path) -> None:
-    """Ranks that chose by files of their own would wait for messages that nobody sends."""
+    """Ranks with different tuning files would wait for messages that no rank sends."""
     path = tmp_path / "tuning.json"
     path.write_text(json.dumps({"format": 1, "thresholds": {"whole_bytes": 0, "doubling_bytes": 0}}))
 

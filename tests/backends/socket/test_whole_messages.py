@@ -1,4 +1,4 @@
-"""Long messages that nobody waits for: in the ring at once, and taken where an offer of them would be."""
+"""Long messages that no rank waits for: in the ring at once, and received in place of an offer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames: what is encoded is read back however the stream is cut, and garbage is only ever refused."""
+"""Frames: decoding returns the encoded values for any cut of the stream, and garbage is always refused."""
 
 from __future__ import annotations
 

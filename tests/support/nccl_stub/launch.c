@@ -1,7 +1,8 @@
-/* Operations and groups. A group becomes one launch a communicator, which a stream runs; a lone call is a group of one.
+/* Operations and groups. A group becomes one launch per communicator, which a stream runs; a single call is a group
+   of one.
 
-   Launches of a communicator run one after the other in the order of their issue, whatever their streams: so a launch
-   on one stream holds up those behind it on others, as NCCL's do. */
+   Launches of a communicator run in the order of their issue, also on different streams: so a launch on one stream
+   delays those behind it on others, as NCCL's do. */
 
 #define _GNU_SOURCE
 #include "stub.h"
@@ -27,7 +28,8 @@ static _Thread_local Op *pending;
 static _Thread_local size_t pending_count, pending_room;
 static _Thread_local int depth;
 
-/* Move what can be moved now. A send is over once all of it was taken: nothing is buffered for good. */
+/* Move as many bytes as possible now. A send is complete once the receiver has taken all of it: the ring buffers no
+   message for good. */
 static int
 advance(Comm *comm, Transfer *transfer)
 {
@@ -85,7 +87,7 @@ exchange(Comm *comm, Transfer *transfers, size_t count)
     }
 }
 
-/* Send to each rank, and receive from each, what two functions of the rank say; NULL for nothing. */
+/* Send to each rank the buffer in `sent`, and receive from each into the buffer in `received`; NULL for none. */
 static int
 with_all(Comm *comm, char *const *sent, char *const *received, size_t nbytes)
 {
@@ -102,7 +104,7 @@ with_all(Comm *comm, char *const *sent, char *const *received, size_t nbytes)
     return exchange(comm, transfers, count);
 }
 
-/* Do a collective: everyone sends what others need of it, and folds what it needs. */
+/* Run a collective: each rank sends its data to the ranks that need them, and folds the data that it needs. */
 static void
 collective(const Op *op)
 {
@@ -208,7 +210,7 @@ run_launch(void *argument)
     free(launch);
 }
 
-/* Launch what was collected: one launch a communicator, on the stream of its first call. */
+/* Launch the collected calls: one launch per communicator, on the stream of its first call. */
 static void
 launch_all(void)
 {

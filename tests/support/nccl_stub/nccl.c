@@ -164,8 +164,8 @@ ncclCommDestroy(ncclComm_t comm)
     return SUCCESS;
 }
 
-/* Break off what is running here, and free: also a split in another thread. One whose making is under way is only
-   broken off. */
+/* Abort the running operations, and free the communicator: also during a split in another thread. A communicator
+   that is still being made is only aborted. */
 Result
 ncclCommAbort(ncclComm_t comm)
 {
@@ -234,7 +234,7 @@ ncclCommUserRank(const ncclComm_t comm, int *rank)
     return SUCCESS;
 }
 
-/* All ranks call; a negative color makes none. Rounds alternate between two rows of what was said. */
+/* All ranks call; a negative color makes no communicator. Rounds alternate between two rows of arguments. */
 static Result
 split(ncclComm_t comm, int color, int key, ncclComm_t *made)
 {

@@ -23,7 +23,7 @@ struct Stream {
     unsigned seed;
 };
 
-/* What a record makes an event stand for. An event refers to the mark of its latest record. */
+/* The mark that one record of an event sets. An event refers to the mark of its latest record. */
 typedef struct {
     _Atomic int users, passed;
     struct timespec when;
@@ -82,7 +82,7 @@ stub_stream_create(int max_delay_us, unsigned seed)
     return stream;
 }
 
-/* Run what is queued, then end the thread. */
+/* Run the queued work, then end the thread. */
 void
 stub_stream_destroy(Stream *stream)
 {

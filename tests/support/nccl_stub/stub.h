@@ -1,9 +1,9 @@
-/* A stand-in for libnccl.so.2 that moves host memory between processes or threads: for tests without a GPU.
+/* A replacement of libnccl.so.2 that moves host memory between processes or threads: for tests without a GPU.
 
-   streams.c   streams and events that run work on threads, late if wanted
+   streams.c   streams and events that run work on threads, delayed on request
    board.c     the shared memory of one communicator: a ring of bytes for each ordered pair of ranks
    folds.c     reductions, in rank order
-   launch.c    operations and groups: what NCCL's kernels would do, run by a stream
+   launch.c    operations and groups: the work of NCCL's kernels, run by a stream
    nccl.c      NCCL's functions, with its signatures and result codes
 
    Ranks that do not come are waited for until the communicator is aborted, as NCCL does. */
@@ -64,8 +64,8 @@ typedef struct Comm {
     size_t mapped;
     _Atomic int aborted, async_error, making;
     _Atomic int splitting;            /* calls that use this one until they return */
-    struct Comm *_Atomic child;       /* what such a call makes */
-    _Atomic uint64_t issued, finished; /* launches: they run in the order of their issue, whatever the stream */
+    struct Comm *_Atomic child;       /* the communicator that such a call makes */
+    _Atomic uint64_t issued, finished; /* launches: they run in the order of their issue on any streams */
     CustomOp custom[MAX_CUSTOM_OPS];
 } Comm;
 

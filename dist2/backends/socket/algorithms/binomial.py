@@ -1,7 +1,7 @@
 """Binomial trees: ``ceil(log2 W)`` rounds from the root to all ranks, or back.
 
-Ranks are numbered from the root (*places*); the subtree of a place is a run of places, as long as its
-lowest set bit says. For short messages, and where the root should not talk to everybody.
+Ranks are numbered from the root (*places*); the subtree of a place is a run of places; its length is the
+lowest set bit of the place. For short messages, and if the root should not send to all ranks.
 
 Source: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in
 MPICH", Int. J. High Perform. Comput. Appl. 19 (2005).
@@ -42,7 +42,7 @@ def children_of(place: int, world_size: int) -> list[int]:
 
 
 def parent_of(place: int) -> int:
-    """Return the place above one that is not the root's."""
+    """Return the parent of a place that is not the root."""
     return place & (place - 1)
 
 

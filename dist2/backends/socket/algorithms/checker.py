@@ -2,14 +2,14 @@
 
     prove([request] * world_size, schedules, ordered=True)
 
-An element holds which contributions went into it, and in what order. The run finds deadlocks,
-messages that do not match, reads of what was never written, memory that one step both sends and
-overwrites, and races in shared memory; at the end every element must fulfil the contract of the operation:
-from every rank exactly once, or in rank order where the algorithm claims to be *ordered*.
+An element is the ordered list of its contributions. The run finds deadlocks, messages that do not match,
+reads of unwritten elements, memory that one step both sends and overwrites, and races in shared memory; at
+the end every element must fulfil the contract of the operation: from every rank exactly once, or in rank
+order if the algorithm claims to be *ordered*.
 
-Messages complete only when both sides have posted them, the strictest that a transport may be. Only
-waiting at fences orders the accesses of two ranks to shared or lent memory, whatever the order of this run
-was. A fence is one of the ranks of one host.
+Messages complete only when both sides have posted them, which is the strictest behaviour of a transport. Only
+waits at fences order the accesses of two ranks to shared or exposed memory; the order of this run does not
+count. A fence is one of the ranks of one host.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Machine:
     """All ranks of a group, with symbols in their memory; runs one operation after another.
 
     Flat operations use the two slots of each rank in turn, and those that stream use pieces in turn: the next
-    one once all have come to a fence behind its last use. What was in them stays, and races are looked for
+    one once all have come to a fence behind its last use. Their contents stay, and the run checks for races
     across operations.
 
     Args:
@@ -80,7 +80,7 @@ class Machine:
         self._slots = [[UNDEFINED] * ((2 + _PIECES) * slot) for _ in range(world_size)]
         self._turn = 0
         self._piece = 0  # how many were claimed so far
-        self._slot_at = 0  # of the operation under way: a slot, or a piece behind the two
+        self._slot_at = 0  # of the current operation: a slot, or a piece behind the two
         self._moments = [self._first_moment(rank) for rank in range(world_size)]
         self._uses: dict[
             int, list[int]
@@ -158,7 +158,7 @@ class Machine:
         """Check that between two fences no rank read memory that another one wrote, in all operations so far.
 
         Raises:
-            BrokenScheduleError: Somebody did.
+            BrokenScheduleError: A rank did.
         """
         self._accesses.check()
 
@@ -318,7 +318,9 @@ class Machine:
             if cells != memory:
                 memory, reach, received = cells, 0, 0
             if start < (reach if is_received else received) and start < stop:
-                raise BrokenScheduleError(f"receives what it also sends or receives: {step}")
+                raise BrokenScheduleError(
+                    f"receives into memory that the step also sends or receives: {step}"
+                )
             if stop > reach:
                 reach = stop
             if is_received and stop > received:

@@ -1,8 +1,8 @@
 """Direct algorithms: every rank exchanges with every other at once.
 
-They send as many bytes as a ring does, in one or two rounds of ``W-1`` messages. What is reduced
-travels *unreduced* to the rank that owns it, which folds it in rank order: so the result depends
-neither on the chunk nor on the algorithm.
+They send as many bytes as a ring does, in one or two rounds of ``W-1`` messages. Contributions travel
+*unreduced* to the rank that owns the chunk, which folds them in rank order: so the result depends neither on
+the chunk nor on the algorithm.
 """
 
 from __future__ import annotations

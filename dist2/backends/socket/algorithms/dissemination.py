@@ -1,6 +1,7 @@
 """The dissemination barrier: in round k each rank signals the rank at distance ``2**k``.
 
-After ``ceil(log2 W)`` rounds of empty messages everybody has heard of everybody.
+After ``ceil(log2 W)`` rounds of empty messages each rank has a signal from every other, directly or
+indirectly.
 
 Source: D. Hensgen, R. Finkel, U. Manber, "Two algorithms for barrier synchronization", Int. J. Parallel
 Program. 17 (1988).

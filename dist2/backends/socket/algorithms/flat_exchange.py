@@ -1,7 +1,7 @@
 """`all_to_all` through shared memory where each rank knows only its own sizes.
 
-The part for each rank has its place in the slot at a fixed stride, so that nobody needs to know what
-others send to others. The stride is the same on all ranks: what a part may have in half a slot.
+The part for each rank is in the slot at a fixed stride, so that no rank needs the sizes that others exchange.
+The stride is the same on all ranks: the share of one part of half a slot.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def broadcast(rank: int, world_size: int, numel: int, root: int) -> Schedule:
     """Copy the vector from the root's slot."""
     steps: list[Step] = []
     if rank == root:
-        # The root's own copy comes last: nobody waits for it.
+        # The root's own copy comes last: no rank waits for it.
         if world_size > 1:
             steps += [Copy(slot(root, 0, numel), source(0, numel)), Fence(awaited=())]
         steps.append(Copy(target(0, numel), source(0, numel)))

@@ -1,9 +1,8 @@
 """`all_to_all` over several hosts whose ranks access each other's tensors: two fences.
 
-What is for another host goes to the rank there that it is for; there is nothing to gain in bytes. Inside a
-host a rank reads its parts out of the others' tensors, while what it has sent and is to receive is on the
-wire. Parts are cut, so that each message may go without being asked for, and go in rounds: one piece to and
-from everybody, then the next.
+A part for another host goes directly to its destination rank; a detour would not save bytes. Inside a host a
+rank reads its parts from the others' tensors while its messages are on the wire. Parts are cut into pieces
+that are sent without an announcement, in rounds: one piece to and from each rank, then the next.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from dist2.backends.socket.algorithms.spans import (
 )
 
 MOST_BESIDE = 16
-"""Ranks of a host: what a rank lends is told in a table that has a place for both ends of so many parts."""
+"""Most ranks of a host: the table of exposed memory has room for start and end of so many parts."""
 MOST_PIECES = 4
-"""Longer parts are not cut: they go when they are asked for, and are not held up by credit for each other."""
+"""Longer parts are not cut: they are announced, and sent on request, so that no credit delays them."""
 
 
 def all_to_all(

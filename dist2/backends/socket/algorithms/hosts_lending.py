@@ -1,10 +1,10 @@
 """Reductions over several hosts whose ranks read each other's tensors: no slots, three fences.
 
 As in `hosts_reducing.py`, a vector is cut into rails; a rank folds its own rail out of the tensors of its
-host, exchanges it with the carriers of the same rail on the other hosts, and folds what came in the order of
-hosts. Here it reads the other ranks' tensors where they lie, and in the end the results of the other rails
-out of their carriers' tensors, as in `single_copy.py`. A rail goes piece by piece, each a message: while
-some are on the wire, others are folded.
+host, exchanges it with the carriers of the same rail on the other hosts, and folds their results in the order
+of hosts. Here it reads the other ranks' tensors directly, and in the end the results of the other rails from
+their carriers' tensors, as in `single_copy.py`. A rail goes piece by piece, each a message: while some are on
+the wire, others are folded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dist2.backends.socket.algorithms.spans import assemble, lent, scratch, sour
 LAG = 2
 """How many pieces are on the wire while the next is folded."""
 PLACES = LAG + 1
-"""How many pieces have a place to be received in: those and one that is folded."""
+"""Number of pieces with a receive buffer: those in flight and one that is folded."""
 
 
 def all_reduce_whole(rank: int, layout: tuple[int, ...], numel: int, piece: int) -> Schedule:

@@ -32,8 +32,8 @@ from dist2.backends.socket.algorithms.spans import (
 )
 
 FEW_HOSTS = 4
-"""Among so many, what is short goes to all others at once, and crosses once. A tree takes as many messages
-and crosses twice; so does a barrier in rounds, with a third less of them."""
+"""Among so many hosts, short data go to all others at once, in one network latency. A tree takes as many
+messages and two latencies; so does a barrier in rounds, with a third fewer messages."""
 
 _SEGMENTS = 2
 """A pass is copied in and out in one turn, around a fence: the turn after writes elsewhere."""
@@ -236,7 +236,8 @@ class _Gathering:
         return slot(owner, base, base + stop - start)
 
     def _cross(self, index: int) -> Exchange:
-        """Send the own part to the representatives of this rank; receive those that this one represents."""
+        """Send the own part to the representatives of this rank; receive the parts of ranks that this one
+        represents."""
         sends = [
             Send(self._hosts.counterpart(self._rank, host), self._source(index))
             for host in self._hosts.others(self._host)

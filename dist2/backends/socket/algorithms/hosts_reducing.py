@@ -1,12 +1,12 @@
 """Reductions over several hosts with several ranks each: inside the host first, then between hosts.
 
-A vector is cut into rails, and on each host a rank carries each. The ranks of a host copy to their slots what
-the others carry; each folds its own rail out of the slots, in rank order, and exchanges the result with
-the carriers of the same rail on the other hosts. Then it folds the results of all hosts in the order of
+A vector is cut into rails, and on each host a rank carries each. The ranks of a host copy the parts that
+others carry to their slots; each folds its own rail out of the slots, in rank order, and exchanges the result
+with the carriers of the same rail on the other hosts. Then it folds the results of all hosts in the order of
 hosts. So a host sends as many bytes as one rank would, spread over all its ranks.
 
-Long vectors go in passes (see `pipeline.py`): the messages of one pass are under way while the next is
-copied and folded in shared memory.
+Long vectors go in passes (see `pipeline.py`): the messages of one pass are in flight while the next is copied
+and folded in shared memory.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Rank:
         return f"rank {self.number} waits in step {self.position - 1}: {self.steps[self.position - 1]}"
 
 
-Sent = tuple[Rank, Span, list[int], int]  # from whom, of what, the values, whom the sender has heard of
+Sent = tuple[Rank, Span, list[int], int]  # source, span, values, ranks known to the sender
 Posted = tuple[Rank, Span]
 
 
@@ -88,7 +88,7 @@ class Meeting:
     """A fence of one host: the ranks that have arrived, and the ranks that each one waits for.
 
     Attributes:
-        came: By rank: its knowledge at its arrival, and the ranks that it had heard of.
+        came: By rank: its knowledge at its arrival, and the ranks known to it.
     """
 
     def __init__(self, beside: tuple[int, ...]) -> None:
@@ -114,7 +114,7 @@ class Meeting:
 
     def _wait_for_some(self, rank: Rank, awaited: tuple[int, ...]) -> list[Rank]:
         if len(awaited) > 1:
-            raise BrokenScheduleError(f"waits for {awaited}: boards wait for all, for one, or for nobody")
+            raise BrokenScheduleError(f"waits for {awaited}: boards wait for all, for one, or for none")
         missing = [one for one in awaited if one not in self.came]
         for one in awaited:
             if one in self.came:

@@ -1,8 +1,8 @@
 """A schedule run backwards, to touch first the memory that the previous call touched last.
 
 A cache keeps the data that were touched last. A call on tensors that are longer than the cache, in the same
-order as the call before, finds nothing in it: what it wants was evicted a moment earlier. In the opposite
-order it finds as much as the cache holds.
+order as the call before, finds nothing in it: its data were evicted a moment earlier. In the opposite order
+it finds as much as the cache holds.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Fence, Sched
 def mirrored(schedule: Schedule) -> Schedule | None:
     """Return a schedule that does the same in the opposite order; None if there is none.
 
-    There is one where a schedule only copies out of and into lent memory, between two fences: there no copy
-    needs another. A rank's copies to itself may come before the first fence if nobody reaches into its
+    There is one if a schedule only copies out of and into exposed memory, between two fences: then no copy
+    needs another. A rank's copies to itself may come before the first fence if no other rank accesses its
     output, so the copies before the first fence and the last ones before the second change places. Some ranks
     may run one of the two schedules while others run the other.
     """

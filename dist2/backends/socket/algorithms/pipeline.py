@@ -1,8 +1,8 @@
 """Overlapped passes of a long operation: while one is on the wire, the next is in shared memory.
 
-A pass goes through stages, one a turn of the pipeline; a turn runs one stage of several passes. What a pass
-leaves in a slot must stay until all ranks have read it: so passes use segments of the slot in turn, enough of
-them that a fence lies between the last read of one and the first write of the next.
+A pass goes through stages, one a turn of the pipeline; a turn runs one stage of several passes. Data that a
+pass leaves in a slot must stay until all ranks have read them. So passes use segments of the slot in turn, so
+many that a fence lies between the last read of one and the first write of the next.
 """
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ class Moment:
 
     Attributes:
         rank: The rank whose time it is.
-        came: To how many fences it has come.
-        knows: To how many fences of each rank it has waited, itself or by whom it waited for.
+        came: The number of fences that it has come to.
+        knows: The number of fences of each rank that it has waited for, directly or through another rank.
         beside: The ranks of its host.
-        past: All ranks of its host have been known to come to so many.
+        past: All ranks of its host are known to have come to so many fences.
     """
 
     rank: int

@@ -31,21 +31,22 @@ class Request:
     Attributes:
         kind: The operation; spellings of one family (``_single``, ``_v``) are served alike.
         world_size: Ranks of the group.
-        counts: Elements a part: one number for `all_reduce`, `broadcast`, `reduce`; for the others one
-            a rank, equal on all ranks, except for `all_to_all`: what this rank sends to each.
+        counts: Elements a part: one number for `all_reduce`, `broadcast`, `reduce`; for the others one a
+            rank, equal on all ranks, except for `all_to_all`: the elements that this rank sends to each.
         itemsize: Bytes an element.
         root: Group rank of the root, where there is one.
         exact: The result does not depend on the order of folding (see `reduction.is_exact`).
         deterministic: The result must not depend on the order of folding even if it could.
         slot_bytes: Bytes of a slot of shared memory that all ranks of a host can reach; 0: there is none.
         layout: Number of each rank's host, where there are several; empty otherwise.
-        scratch_bytes: How much scratch long operations should make do with, where they can.
-        piece_bytes: How much of a rail is folded and sent at a time, between hosts.
-        crossing_bytes: How long messages between hosts are where ranks lend each other their tensors.
-        uncached_bytes: From how many on a copy is made in one go: libc makes long ones past the cache.
+        scratch_bytes: Scratch memory that long operations should not exceed, where possible.
+        piece_bytes: Bytes of a rail that are folded and sent at a time, between hosts.
+        crossing_bytes: Length of messages between hosts if ranks expose their tensors to each other.
+        uncached_bytes: Copies of at least so many bytes are made in one call: libc makes long ones past the
+            cache.
         received: For `all_to_all`: elements that this rank gets from each.
         forced: Name of the algorithm that the caller insists on.
-        lends: Whether ranks may lend each other their tensors.
+        lends: Whether ranks may expose their tensors to each other.
     """
 
     kind: OpKind

@@ -4,18 +4,17 @@ An algorithm is a pure function ``(rank, world_size, ...) -> Schedule``. It know
 ranges, never sockets, dtypes or memory; the same schedule runs under an executor, the symbolic
 checker and the simulator.
 
-Buffers hold *elements*, numbered from 0. ``INPUT`` and ``OUTPUT`` are the caller's (in-place
-operations have the same memory in both; a schedule must be right for both cases where its operation
-allows them), ``SCRATCH`` is private to the rank, ``SLOT`` is a rank's part of shared memory: its owner
-writes it, every rank of the host reads it. ``LENT`` is what another rank lends of its caller's memory
-for the length of the operation: one of its own ``INPUT`` and ``OUTPUT``, as its schedule says. Nobody but its
-owner writes it.
+Buffers hold *elements*, numbered from 0. ``INPUT`` and ``OUTPUT`` are the caller's (in-place operations have
+the same memory in both; a schedule must be right for both cases where its operation allows them), ``SCRATCH``
+is private to the rank, ``SLOT`` is a rank's part of shared memory: its owner writes it, every rank of the
+host reads it. ``LENT`` is memory of another rank's caller, exposed for the duration of the operation: that
+rank's ``INPUT`` or ``OUTPUT``, as its schedule says. Only its owner writes it.
 
-A schedule is a sequence of steps. `Exchange` starts all its messages at once and ends when all are
-done; the other steps are local, except `Fence`, which returns when every rank of the host has reached it,
-or those that it waits for, and makes visible what these wrote to their slots before. Unless one of two
-ranks has waited for the other in between, it may not write what the other touches. Lent memory is its
-caller's before the first fence and after the last.
+A schedule is a sequence of steps. `Exchange` starts all its messages at once and ends when all are done; the
+other steps are local, except `Fence`. A fence returns when every rank of the host has reached it, or those
+that it waits for, and makes their earlier writes to slots visible. A rank may not write memory that another
+one touches unless one of the two has waited for the other in between. Exposed memory belongs to its caller
+before the first fence and after the last.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ class Fence:
     """Arrive at a fence, and wait for every rank of this host.
 
     Attributes:
-        awaited: Wait for these alone, if they are given: for nobody, or for one.
+        awaited: Wait for these alone, if they are given: for none, or for one.
     """
 
     awaited: tuple[int, ...] | None = None

@@ -1,15 +1,16 @@
 """Collectives that copy nothing into shared memory: ranks read each other's tensors.
 
-Each rank lends its caller's memory between its first fence and its last. What is folded is folded straight
-out of the tensors of all ranks; what moves moves once. All fold in rank order.
+Each rank exposes its caller's memory between its first fence and its last. Reductions read the tensors of all
+ranks directly, other operations copy each element once. All fold in rank order.
 
 Only its owner writes a tensor. A rank can be stopped at any instruction, for any time; if it wrote to
-another's memory when it goes on, that memory may be in other use, as its owner's call may have raised
-meanwhile. What was read too late does no harm: the last fence tells (`Recall.check`), and the call raises.
+another's memory when it continues, that memory might be in other use, because its owner's call may have
+raised meanwhile. A read that comes too late does no harm: the last fence shows it (`Recall.check`), and the
+call raises.
 
-How a rank reaches another's memory is not their concern: it may be mapped (`dist2.shared_empty`), or
-read by the kernel. Source of the idea: "cross-memory attach" of MPI libraries, e.g. Goglin
-and Moreaud 2013 (KNEM).
+These schedules do not depend on the way in which a rank accesses another's memory: it is mapped
+(`dist2.shared_empty`), or read by the kernel. Source of the idea: "cross-memory attach" of MPI libraries,
+e.g. Goglin and Moreaud 2013 (KNEM).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from dist2.backends.socket.algorithms.hosts import folding_groups
 from dist2.errors import Dist2Error
 
 UNDEFINED = -1
-"""The symbol of memory that nobody has written."""
+"""The symbol of unwritten memory."""
 
 
 class BrokenScheduleError(Dist2Error):
@@ -88,14 +88,16 @@ class Symbols:
             raise BrokenScheduleError(f"folds different elements: {self._listed(symbols)}")
         stages = {self._progress[symbol] for symbol in symbols}
         if not stages.isdisjoint(_COMPLETE):
-            raise BrokenScheduleError(f"folds what is complete already: {self._listed(symbols)}")
+            raise BrokenScheduleError(f"folds a result that is already complete: {self._listed(symbols)}")
         ranks = tuple(chain.from_iterable(self._ranks[symbol] for symbol in symbols))
         if len(set(ranks)) != len(ranks):
             raise BrokenScheduleError(f"counts a contribution twice: {self._listed(symbols)}")
         progress = Progress.PARTIAL
         if final:
             if len(ranks) != self.world_size:
-                raise BrokenScheduleError(f"calls final what lacks a contribution: {self._listed(symbols)}")
+                raise BrokenScheduleError(
+                    f"calls a result final that lacks a contribution: {self._listed(symbols)}"
+                )
             progress = Progress.ORDERED_RESULT if self._is_in_order(symbols) else Progress.RESULT
         elif stages == {Progress.CONTRIBUTION} and ranks in self._groups:
             progress = Progress.HOST

@@ -1,7 +1,7 @@
 """Van de Geijn's broadcast: scatter chunks down a binomial tree, then pass them around a ring.
 
-Every rank sends and receives about twice the vector instead of the root sending it ``log2 W`` times:
-for long vectors. What a rank has from the tree is not sent to it again.
+Every rank sends and receives about twice the vector instead of the root sending it ``log2 W`` times: for long
+vectors. Chunks that a rank has from the tree are not sent to it again.
 
 Source: M. Barnett, L. Shuler, R. van de Geijn, et al., "Interprocessor collective communication library
 (InterCom)", Scalable High Performance Computing Conference (1994).

@@ -11,7 +11,7 @@ class Alarm:
     """A descriptor in an epoll that can be made readable.
 
     Args:
-        epoll: Somebody sleeps in.
+        epoll: A thread sleeps in it.
     """
 
     def __init__(self, epoll: select.epoll) -> None:
@@ -33,6 +33,6 @@ class Alarm:
         return True
 
     def close(self) -> None:
-        # Forgotten first: another thread must not write to what the number stands for next.
+        # Forgotten first: another thread must not write to the next file that gets this descriptor.
         fd, self._fd = self._fd, -1
         os.close(fd)

@@ -19,7 +19,7 @@ class Transfer(ABC):
 
     Attributes:
         number: Unique in the process.
-        done: It ended; `error` tells how. The buffer is free for other use from now on.
+        done: It has ended, with `error` if it failed. The buffer is free for other use.
         error: The cause of its failure.
         nbytes: Bytes moved, once done. A tagged receive may get fewer than its buffer holds.
         source: Group rank of the other side; known for `ANY_SOURCE` once done.
@@ -47,7 +47,7 @@ class Endpoint(ABC):
     Attributes:
         rank: The caller's group rank.
         world_size: Members of the group.
-        waited_ns: For how long threads that waited for messages had nothing to move; 0 where nobody counts.
+        waited_ns: How long threads that waited for messages had nothing to move; 0 if it is not measured.
     """
 
     rank: int

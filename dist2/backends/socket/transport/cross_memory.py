@@ -1,12 +1,12 @@
 """Reading the memory of another process of this user, by way of the kernel.
 
 The kernel allows it under the same rules as debugging: to the same user, unless containers, Yama or seccomp
-forbid it. Whether it does is found out by reading something known, once a process.
+forbid it. A test read of known bytes, once a process, shows whether it does.
 
-A process is named by its number. Once it has ended, another one may have that number. So whoever reads looks
-afterwards whether the process still lives (`has_ended`), and uses nothing of what it read if not.
+A process is identified by its process id. After its end another process may get that id. So a reader checks
+afterwards whether the process is still alive (`has_ended`), and discards the bytes if it is not.
 
-Nothing writes: the owner of the memory may have other use for it at any moment.
+No rank writes another's memory: its owner may reuse it at any moment.
 
 Source: process_vm_readv(2), ptrace(2), pidfd_open(2).
 """
@@ -91,7 +91,7 @@ def _move(pid: int, here: int, there: int, nbytes: int) -> None:
 
 
 def _bound(pid: int, here: int, there: int, nbytes: int) -> Callable[[], None]:
-    # The references keep what they refer to alive.
+    # The references keep the structures alive.
     local, remote = ctypes.byref(_Stretch(here, nbytes)), ctypes.byref(_Stretch(there, nbytes))
 
     def move() -> None:

@@ -86,6 +86,6 @@ class PeerDoorbell:
 
 
 def _write(fd: int) -> None:
-    # Full: it is about to wake anyway. Broken: it is dead, which its watchers tell.
+    # Full: it is about to wake anyway. Broken: it is dead, and its watchers report that.
     with contextlib.suppress(BlockingIOError, BrokenPipeError):
         os.write(fd, b"!")

@@ -47,8 +47,8 @@ class Fabric:
         host: Address to bind and to be reached at.
         job_id: Connections of other jobs are refused.
         spins: How often a waiter polls before it blocks.
-        attend_s: How often links are looked into while nobody waits, in seconds; 0 for never.
-        heartbeat_s: How long a host may be silent before its processes are held for dead, in seconds.
+        attend_s: Interval at which links are read while no thread waits, in seconds; 0 for never.
+        heartbeat_s: How long a host may be silent before its processes count as dead, in seconds.
         credentials: The proof required of connections; by default, to be of this job.
         rings: Makes rings for links inside the host, where memory is shared.
         congestion: See `Linkage`.
@@ -56,7 +56,7 @@ class Fabric:
     Attributes:
         lock: Guards everything about links and messages.
         card: How others reach it.
-        linkage: The links there are.
+        linkage: The existing links.
         groups: Opens and closes groups.
         courier: Finds the links to members.
         dispatch: Posts and sends messages.

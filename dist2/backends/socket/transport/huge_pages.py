@@ -25,7 +25,7 @@ PAGE_BYTES = 2 << 20
 LEAST_BYTES = 2 * PAGE_BYTES
 """So many bytes of a tensor hold at least one whole page."""
 _PATIENCE = 64
-"""How many calls a tensor has to have been in: what it takes comes back in 10 to 50."""
+"""Calls after which a tensor is moved: the cost is recovered in 10 to 50 calls."""
 _STRIDE_BYTES = 4 << 20
 """How much of a tensor is moved at a call, which takes some milliseconds longer for it."""
 _AGAIN = 1000

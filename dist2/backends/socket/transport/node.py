@@ -91,9 +91,9 @@ class Company:
 
     Attributes:
         members: The other ones.
-        lost: Those whose processes are gone, by group rank.
+        lost: Group ranks with lost processes.
         spins: How often a waiter looks before it yields.
-        lone_spins: The same for messages, where ``spins`` is 0 but nobody else wants the core.
+        lone_spins: The same for messages, if ``spins`` is 0 and no other process needs the core.
         ranks: Group ranks of all of them, this one included.
     """
 
@@ -218,7 +218,7 @@ class Node:
             inside: All members are nodes of this process, reached without a network.
             share: Whether messages to members of this host go through shared memory.
             describe: See `Describe`.
-            on_revoked: Told that a member has revoked the group; it must not block.
+            on_revoked: Called when a member has revoked the group; it must not block.
         """
         endpoint = FabricEndpoint(
             self._fabric,

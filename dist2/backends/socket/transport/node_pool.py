@@ -28,8 +28,8 @@ class _Entry:
     """A node in use.
 
     Attributes:
-        node: It.
-        users: How many groups are on it, those that are being built included.
+        node: The node.
+        users: Number of groups on it, including those that are being built.
         claims: The uids of groups that are being built on it.
     """
 

@@ -2,7 +2,7 @@
 
 A thread that waits makes progress for all: one at a time has the poller's role, the others sleep until a
 message of theirs is done or the role is free. A background thread takes the role while asynchronous messages
-are pending and nobody waits.
+are pending and no thread waits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GLANCE_NS = 20_000_000
 _SELDOM_NS = 100_000_000
 """Time without a poll after which a glance reads the links."""
 _BORROW_NS = 2_000_000
-"""How long messages are read out of other processes' memory before their senders are told,"""
+"""How long messages are read from other processes' memory before their senders are notified,"""
 _BORROW_BRIEFLY_NS = 100_000
 """The same where the polling thread may soon do other work, such as a collective."""
 _AT_ONCE = (False,)
@@ -58,9 +58,9 @@ class Poller:
 
     Attributes:
         spins: How often a waiter looks before it blocks.
-        crowd: Whether it had better block at once.
+        crowd: Whether a waiter should block at once.
         role: The lock that the polling thread holds.
-        closed: Whether nobody may poll any more.
+        closed: Whether polling has ended.
     """
 
     # In C these are read where they lie: see `Field` in compiled/source/names.h.
@@ -155,11 +155,11 @@ class Poller:
         self.tell_finished()
 
     def glance(self, seldom: bool = False) -> None:
-        """Process arrived frames if no thread has for 20 ms: an operation that never waits
-        is to hear of deaths and mismatches as well.
+        """Process arrived frames if no thread has for 20 ms: an operation that never waits must learn of
+        deaths and mismatches as well.
 
         Args:
-            seldom: If nobody has done so for 100 ms.
+            seldom: If no thread has for 100 ms.
         """
         self._called_ns = now = monotonic_ns()
         if now - self._glanced_ns >= (_SELDOM_NS if seldom else _GLANCE_NS):
@@ -215,7 +215,7 @@ class Poller:
         return True
 
     def _wait_for_role(self, done: Callable[[], bool], left_s: float) -> None:
-        """Sleep until something was done or nobody polls."""
+        """Sleep until a message was completed or the role is free."""
         with self._lock:
             self._waiters += 1
             try:
@@ -227,7 +227,7 @@ class Poller:
             finally:
                 self._waiters -= 1
 
-    # While nobody waits
+    # Without waiting threads
 
     def background(self) -> None:
         """Make progress on messages in the background: no thread waits for them."""
@@ -236,7 +236,7 @@ class Poller:
                 self._background.start()
 
     def _is_watched(self) -> bool:
-        """Whether somebody is to be called back about a message that nobody waits for."""
+        """Whether a message without a waiting thread has a callback."""
         return any(mailbox.watched() for mailbox in self._mailboxes.values())
 
     def _make_progress(self) -> None:

@@ -33,7 +33,7 @@ _RECLAIM_MISSES = 4
 _KEPT_BYTES = 4 << 20
 _DIRECTORY_BYTES = 16 * DIRECTORY_ENTRIES
 _DEPARTED, _AWAITING = 0, 1  # words of a process behind the token of its arena
-_FREE, _LEFT = 0, (1 << 64) - 1  # an entry that no group has; one that a group had, and others may lie behind
+_FREE, _LEFT = 0, (1 << 64) - 1  # a free entry; an entry of a closed group, with others possibly behind it
 
 
 def available() -> bool:
@@ -318,10 +318,10 @@ class SharedHost:
         self.doorbell.close()
 
     def _left_over(self, nbytes: int, zeroed: int) -> int | None:
-        """Return the region that was left first, if it is of so many bytes and nobody uses it any more.
+        """Return the region that was released first, if it has so many bytes and no process uses it any more.
 
-        Its pages are there still: to have the kernel take them and give others costs more than all else that
-        making a group does with memory.
+        Its pages are still allocated: returning them to the kernel and getting others costs more than all
+        other memory work of making a group.
         """
         if not self._retired:
             return None

@@ -15,9 +15,9 @@ from time import monotonic_ns
 
 AWAKE_NS = 1_000_000
 SLOW_NS = 200_000
-"""Yields that take longer mean that somebody else uses the core,"""
+"""Longer yields mean that another process uses the core,"""
 _PAUSE_NS = 4_000_000
-"""and that nobody yields for so long; twice as long if it is still so then, and so on,"""
+"""and that no thread yields for this time; twice as long if yields are still slow then, and so on,"""
 _LONGEST_PAUSE_NS = 50_000_000
 """up to this. One slow yield alone means nothing: a thread of the system was due."""
 
@@ -97,7 +97,7 @@ class Yielding:
     def give_way(self) -> bool:
         """Yield the core; False, with nothing done, if it is time to sleep.
 
-        That is where nothing has moved for `AWAKE_NS`, or somebody else uses the core.
+        That is, nothing has moved for `AWAKE_NS`, or another process uses the core.
         """
         before = monotonic_ns()
         self._since = self._since or before

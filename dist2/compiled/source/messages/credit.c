@@ -1,5 +1,5 @@
-/* Credit: the sender takes in what the receiver says that it has received. The counterpart of what
-   `Dispatch.on_credit` does where nothing stands in the way. */
+/* Credit: the sender reads the receiver's report of received bytes. The counterpart of `Dispatch.on_credit`, for the
+   case in which no message waits for credit. */
 
 #include "messages.h"
 
@@ -20,7 +20,7 @@ take_locked(Express *self, End *rx)
         return fine;
     }
     int waiting = attribute_is_true(self->its[ACCOUNT], &field_waiting);
-    if (waiting) { /* the long way sends what could not go before */
+    if (waiting) { /* the long path then sends the waiting messages */
         return waiting < 0 ? -1 : 0;
     }
     long long used = attribute_number(self->its[ACCOUNT], &field_used);

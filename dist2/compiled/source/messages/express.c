@@ -1,9 +1,9 @@
-/* Express: the counterpart of `ExpressSend` and `ExpressReceive` in transport/messages/express.py. What it does is in
-   sending.c and receiving.c. */
+/* Express: the counterpart of `ExpressSend` and `ExpressReceive` in transport/messages/express.py. sending.c and
+   receiving.c implement the two directions. */
 
 #include "messages.h"
 
-/* ---- What an express refers to ---- */
+/* ---- The objects that an express refers to ---- */
 
 static int
 express_traverse(Express *self, visitproc visit, void *arg)
@@ -50,7 +50,7 @@ follow(PyObject *object, const char *path)
     return object;
 }
 
-/* Find all that is used at each call. */
+/* Bind the objects that each call uses. */
 static int
 express_bind(Express *self, long rank)
 {

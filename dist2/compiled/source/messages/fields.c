@@ -1,4 +1,4 @@
-/* What both ways do with objects in Python: their attributes, and locks. */
+/* Access to Python objects, for sending and receiving: their attributes, and locks. */
 
 #include "messages.h"
 
@@ -20,7 +20,8 @@ attribute_is_true(PyObject *object, Field *field)
     return truth;
 }
 
-/* Whether an attribute is None; -1 with an exception. What errors are is not asked for its truth. */
+/* Whether an attribute is None; -1 with an exception. An identity test: the truth value of an error is never
+   computed. */
 int
 attribute_is_none(PyObject *object, Field *field)
 {
@@ -32,7 +33,7 @@ attribute_is_none(PyObject *object, Field *field)
     return value == Py_None;
 }
 
-/* Read a number; -1 with an exception, or where it is that. */
+/* Read a number; -1 with an exception, or if the number is -1. */
 long long
 attribute_number(PyObject *object, Field *field)
 {
@@ -49,7 +50,7 @@ attribute_number(PyObject *object, Field *field)
     return number;
 }
 
-/* Return where the tensors of a call lie; NULL where that is not known. */
+/* Return the addresses of the tensors of a call; NULL if they are not known. */
 const Places *
 attribute_places(PyObject *object, Field *field)
 {
@@ -95,7 +96,7 @@ ring_of(PyObject *link, Field *field)
 
 /* ---- Calls ---- */
 
-/* Call what takes nothing and returns nothing of use. */
+/* Call a callable without arguments, and drop its result. */
 int
 call(PyObject *callable)
 {

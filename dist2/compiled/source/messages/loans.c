@@ -1,4 +1,4 @@
-/* Long messages: offered by their sender, taken by their receiver, and what both say of it. The counterpart of
+/* Long messages: the sender offers memory, the receiver reads it, and each reports to the other. The counterpart of
    dist2/backends/socket/transport/messages/express_long.py. */
 
 #include "messages.h"
@@ -14,7 +14,7 @@ static Field field_pid;
 
 /* ---- The sender ---- */
 
-/* Read the receiver's word: 1, 0 if something else is next, or -1 with an exception. */
+/* Read the receiver's answer: 1, 0 if another frame is next, or -1 with an exception. */
 static int
 pull_taken(Express *self, End *rx, PyObject *link, Offer *offer)
 {
@@ -77,7 +77,7 @@ express_offer(Express *self, const char *address, long long deadline_ns, Offer *
     PyObject *link = link_in(self, NULL);
     taken = link != NULL ? offer_over(self, link, address, deadline_ns, offer) : PyErr_Occurred() ? -1 : 0;
     Py_XDECREF(link);
-    if (offer->tx != NULL) { /* whoever polls next may read the receiver's word: it must find the message */
+    if (offer->tx != NULL) { /* before the next poller reads the receiver's word, which has to find the message */
         taken = hand_over(offer, taken);
     }
     taken = give_role(self, taken);
@@ -97,8 +97,8 @@ has_failed(Express *self, Lock *lock)
     return none < 0 ? -1 : !none;
 }
 
-/* Have the kernel read a message piece by piece: 1, 0 if it refuses or the group has failed, -1 with an exception.
-   Nothing of it counts unless the loan still stands afterwards: see `say_taken`. */
+/* Let the kernel read a message piece by piece: 1, 0 if it refuses or the group has failed, -1 with an exception.
+   The bytes are valid only if the loan still stands afterwards: see `say_taken`. */
 static int
 read_loan(Express *self, pid_t pid, uint64_t there, char *here, size_t nbytes)
 {
@@ -122,7 +122,8 @@ read_loan(Express *self, pid_t pid, uint64_t there, char *here, size_t nbytes)
     return read;
 }
 
-/* Whether the sender's process has ended. Then its number may be another's, out of whose memory the message came. */
+/* Whether the sender's process has ended. Its process id may then belong to another process, and the bytes be that
+   one's. */
 static int
 has_ended(const End *rx)
 {
@@ -130,7 +131,7 @@ has_ended(const End *rx)
     return rx->pidfd >= 0 && poll(&process, 1, 0) != 0;
 }
 
-/* Say that a loan was read if it stood until now, with the fabric's lock: 1, 0 if that takes more. */
+/* Report that a loan was read, if it still stands, with the fabric's lock: 1, 0 if the long path has to do it. */
 static int
 say_taken(Express *self, End *rx, const uint64_t loan[3])
 {

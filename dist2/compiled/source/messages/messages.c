@@ -1,4 +1,4 @@
-/* Messages inside a host: their short way as one call, and the module of all its files. */
+/* Messages inside a host: their short path as one call, and the module of all its files. */
 
 #include "messages.h"
 
@@ -31,7 +31,7 @@ enter_offer(Offer *offer, End *tx, const char *address)
     return 1;
 }
 
-/* Let go of what a message was offered through. */
+/* Drop the ring end by which a message was offered. */
 static void
 forget_ring(Offer *offer)
 {
@@ -64,7 +64,7 @@ hand_over(Offer *offer, int outcome)
     Py_XDECREF(number);
     Py_XDECREF(slot);
     go_on(error);
-    if (offer->adopted == NULL) { /* no message stands for the memory: nobody may read it any more */
+    if (offer->adopted == NULL) { /* no message refers to the memory: it must not be read any more */
         error = raised();
         end_offer(offer);
         go_on(error);
@@ -87,7 +87,7 @@ take_back(Offer *offer)
 
 /* ---- Carriers ---- */
 
-/* Runs the sends or the receives of one signature: what a plan has for its `execute`. */
+/* Runs the sends or the receives of one signature: the `execute` of a plan. */
 typedef struct {
     PyObject_HEAD
     PyObject *messenger;
@@ -152,7 +152,7 @@ only_tensor(PyObject *inputs, PyObject *outputs)
     return NULL;
 }
 
-/* Return where the tensor of a call lies, which whoever made the call has mostly found out. */
+/* Return the address of the tensor of a call. The caller has usually read it already. */
 static char *
 address_of(PyObject *operation, PyObject *tensor)
 {
@@ -179,7 +179,7 @@ typedef struct {
     long long deadline_ns; /* 0 if the caller does not wait */
 } Call;
 
-/* Leave a call to the long way: whole, or what is left of it. */
+/* Leave a call to the long path: all of it, or the remainder. */
 static PyObject *
 go_long(Call *call)
 {
@@ -187,7 +187,7 @@ go_long(Call *call)
     return PyObject_Vectorcall(call->carrier->otherwise, arguments + 1, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
 }
 
-/* Note whom a message came from. */
+/* Record the source rank of a message. */
 static PyObject *
 received(Call *call)
 {
@@ -246,7 +246,7 @@ carry_long_in(Call *call)
     return done;
 }
 
-/* Carry a long message whole, if it may be; its caller does not wait. */
+/* Carry a long message whole, if possible; its caller does not wait. */
 static PyObject *
 carry_whole(Call *call)
 {
@@ -259,7 +259,7 @@ carry_whole(Call *call)
     return self->sends ? Py_NewRef(Py_None) : received(call);
 }
 
-/* Carry a message whose place and limit are known. */
+/* Carry a message with a known address and deadline. */
 static PyObject *
 carry(Call *call)
 {
@@ -267,12 +267,12 @@ carry(Call *call)
         return carry_short(call);
     }
     if (call->deadline_ns == 0) {
-        return carry_whole(call); /* who does not wait has no time to move it together with the other */
+        return carry_whole(call); /* a caller that does not wait cannot take part in a direct copy */
     }
     return call->carrier->sends ? carry_long_out(call) : carry_long_in(call);
 }
 
-/* Run one call: None if its message has gone or come, else what the long way returns. */
+/* Run one call: None if its message was sent or received, else the result of the long path. */
 static PyObject *
 carrier_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *names)
 {
@@ -361,7 +361,7 @@ carrier_sent(PyObject *object, PyObject *operation, int sent)
 
 static const Lane lane = {carrier_send, carrier_sent};
 
-/* Have the type tell of its lane; -1 with an exception. */
+/* Set the attribute of the type that holds its lane; -1 with an exception. */
 static int
 carrier_ready(PyObject *module)
 {

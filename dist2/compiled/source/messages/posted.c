@@ -1,13 +1,13 @@
-/* Receives that are posted: served by who posts behind them, and by who waits for them. */
+/* Posted receives: served by a thread that posts another receive behind them, and by their own waiters. */
 
 #include "messages.h"
 
-#define FETCH_NS 2000000 /* long messages are read for so long before others may be in between */
-#define MOST_AT_ONCE (8 << 20) /* longer ones are read by and by */
+#define FETCH_NS 2000000 /* long messages are read for so long before other work gets a turn */
+#define MOST_AT_ONCE (8 << 20) /* longer ones are left to the poller */
 
 static PyObject *str_tell_finished, *str_data, *str_done, *str_fingerprint;
 
-/* Return the receive of the lot's key that was posted first, if it is of the lot; NULL if not, with an exception or
+/* Return the receive of this key that was posted first, if it is of this kind; NULL if not, with an exception or
    without. */
 static PyObject *
 first_posted(Express *self)
@@ -24,7 +24,7 @@ first_posted(Express *self)
     return first;
 }
 
-/* Have whoever polls read a message that was offered; an exception that is on its way goes on. */
+/* Let the poller read a message that was offered. An exception that is already set stays set. */
 static int
 adopt_offer(PyObject *adopt, PyObject *posted, PyObject *link, const Fetch *fetch)
 {
@@ -37,9 +37,9 @@ adopt_offer(PyObject *adopt, PyObject *posted, PyObject *link, const Fetch *fetc
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Read the next message, which is offered or came whole, to where a receive wants it. With the role of the poller, so
-   that nobody else takes in what its sender may say meanwhile. 1; 0 if the message is another's or could not be read;
-   -1 with an exception. */
+/* Read the next message, offered or whole, into the buffer of a posted receive. The caller has the role of the
+   poller, so that no other thread handles later frames of the sender meanwhile. 1; 0 if the message belongs to
+   another receive or could not be read; -1 with an exception. */
 static int
 fetch_for(Express *self, PyObject *link, End *rx, PyObject *posted, char *address, PyObject *adopt)
 {
@@ -60,8 +60,8 @@ fetch_for(Express *self, PyObject *link, End *rx, PyObject *posted, char *addres
     return ended;
 }
 
-/* Serve the receive that was posted first, if both it and what is next are of the lot: 1, 0, or -1 with an exception.
-   `adopt`: messages of the lot are long, and offered; else NULL. */
+/* Serve the receive that was posted first, if both it and the next message belong to this express: 1, 0, or -1 with
+   an exception. `adopt` is not NULL if its messages are long, and offered. */
 static int
 serve_first(Express *self, PyObject *link, End *rx, PyObject *adopt)
 {
@@ -131,8 +131,8 @@ is_done(PyObject *message)
     return is_true;
 }
 
-/* Wait and read, with the role of the poller: those behind the one that is waited for as well, as far as they are here,
-   so that whoever sent them goes on. */
+/* Wait and read, with the role of the poller. Messages behind the awaited one that have arrived are read as well, so
+   that their senders can continue. */
 static int
 fetch_until(Express *self, PyObject *link, End *rx, PyObject *receiving, PyObject *adopt, long long deadline_ns)
 {

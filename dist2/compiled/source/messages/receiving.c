@@ -1,4 +1,4 @@
-/* Receiving by the short way, for messages and for offers of long ones. */
+/* Receiving by the short path, of messages and of offers of long ones. */
 
 #include "messages.h"
 
@@ -77,8 +77,8 @@ link_in(Express *self, const Wanted *wanted)
     return link;
 }
 
-/* Account for a frame that was pulled and free it, with the fabric's lock: 1, 0 if the group has failed, 2 if the
-   sender is to be told of it, which `report` does. */
+/* Account for a frame that was pulled and free it, with the fabric's lock: 1, 0 if the group has failed, 2 if a
+   report to the sender is due, which `report` sends. */
 static int
 settle_locked(Express *self, End *rx, size_t nbytes)
 {
@@ -97,7 +97,7 @@ settle_locked(Express *self, End *rx, size_t nbytes)
     return set_number(self->its[ACCOUNT], &field_owed, owed + self->cost) < 0 ? -1 : 1;
 }
 
-/* Tell the sender what was received, with the fabric's lock. */
+/* Report received bytes to the sender, with the fabric's lock. */
 static int
 report(Express *self)
 {
@@ -115,8 +115,8 @@ report(Express *self)
     return told == NULL ? -1 : 1;
 }
 
-/* Account for a frame that was pulled and free it: 1, 0 if the group has failed. `alone`: nobody has had the
-   interpreter lock since the fabric's lock was free. */
+/* Account for a frame that was pulled and free it: 1, 0 if the group has failed. `alone`: no other thread has had
+   the interpreter lock since the fabric's lock was free. */
 static int
 settle(Express *self, End *rx, size_t nbytes, int alone)
 {
@@ -132,7 +132,7 @@ settle(Express *self, End *rx, size_t nbytes, int alone)
     return settled;
 }
 
-/* Have the mailbox forget a receive that is posted and first. */
+/* Remove the receive that was posted first from the mailbox. */
 static int
 forget_posted(Express *self)
 {
@@ -159,8 +159,8 @@ end_posted(Express *self, PyObject *posted)
     return ended < 0 ? -1 : 1;
 }
 
-/* Do as `pull_next` for a receive that is posted. Others may have ended it, or read its message, while this thread was
-   without the interpreter lock, which it keeps from the look at that until the receive has ended. */
+/* `pull_next` for a posted receive. Other threads may have completed it, or read its message, while this thread was
+   without the interpreter lock. It keeps that lock from this check until the receive is complete. */
 static int
 pull_posted(Express *self, End *rx, const Wanted *wanted)
 {
@@ -190,7 +190,7 @@ pull_posted(Express *self, End *rx, const Wanted *wanted)
     return here;
 }
 
-/* Do as `pull_next` for a receive that is not posted. */
+/* `pull_next` for a receive that is not posted. */
 static int
 pull_unposted(Express *self, End *rx, const Wanted *wanted, int alone)
 {
@@ -201,7 +201,7 @@ pull_unposted(Express *self, End *rx, const Wanted *wanted, int alone)
     return here > 0 ? settle(self, rx, nbytes, alone && nbytes < LONG_BYTES) : here;
 }
 
-/* Read a message that is next whole, in place of its offer. */
+/* Read a next message that came whole, in place of its offer. */
 static int
 pull_whole(Express *self, PyObject *link, End *rx, const Wanted *wanted)
 {
@@ -231,7 +231,7 @@ pull_next(Express *self, PyObject *link, End *rx, const Wanted *wanted, int alon
     return here > 0 && wake_other(link, rx, WRITER_SLEEPS) < 0 ? -1 : here;
 }
 
-/* Read the next frame from a link, or what was received and then that, with the role of the poller. */
+/* Read the next frame from a link, with the role of the poller. A report of received bytes before it is read first. */
 static int
 pull_from(Express *self, PyObject *link, const Wanted *wanted, long long deadline_ns)
 {
@@ -271,12 +271,12 @@ give_role(Express *self, int outcome)
 {
     release(self->its[GIVE_ROLE]);
     int waited = outcome < 0 ? 0 : attribute_is_true(self->its[POLLER], &field_waiters);
-    /* What this raises, a signal handler does. Where something was raised before, waiters look by themselves soon. */
+    /* Only a signal handler raises here. If an exception was set before, waiters look by themselves soon. */
     return waited && (waited < 0 || call_method(self->its[POLLER], str_tell_waiters) < 0) ? -1 : outcome;
 }
 
-/* Read the next frame of a link if it is here whole, which takes no role where nobody has it: nobody else looks before
-   this is done. 1, 0 with nothing done, or -1 with an exception. */
+/* Read the next frame of a link if it has come completely. If no thread has the role of the poller this takes none:
+   no other thread can run meanwhile. 1, 0 with nothing done, or -1 with an exception. */
 static int
 pull_at_once(Express *self, const Wanted *wanted, PyObject **link)
 {
@@ -327,8 +327,8 @@ express_pull(Express *self, const Wanted *wanted, long long deadline_ns, PyObjec
     return pulled;
 }
 
-/* Whether the ring that the messages come through has anything: looked at without any lock, as what comes now may as
-   well come later. */
+/* Whether the ring of the incoming messages has any bytes. Read without a lock: bytes that arrive now could equally
+   arrive later. */
 static int
 is_anything_in(Express *self)
 {

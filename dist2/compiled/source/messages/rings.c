@@ -1,4 +1,4 @@
-/* Rings: one end of a byte pipe in shared memory, as `dist2.backends.socket.transport.links.ring` has it. */
+/* Rings: one end of a byte pipe in shared memory, the counterpart of `dist2.backends.socket.transport.links.ring`. */
 
 #include "messages.h"
 
@@ -6,7 +6,7 @@
 #include <string.h>
 
 #define PIECE_BYTES (8 << 10) /* published at once */
-#define PATIENT_NS 200000     /* how long a reader waits for the rest of what a writer has begun */
+#define PATIENT_NS 200000     /* how long a reader waits for the rest of a frame */
 #define FEW_LOOKS 64
 #define LINE_BYTES 64 /* of a cache */
 
@@ -45,7 +45,7 @@ end_dealloc(End *self)
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-/* Copy into the ring, round its end. */
+/* Copy into the ring, and continue at its beginning. */
 static void
 put(End *end, uint64_t at, const char *from, size_t nbytes)
 {
@@ -55,7 +55,7 @@ put(End *end, uint64_t at, const char *from, size_t nbytes)
     memcpy(end->bytes, from + first, nbytes - first);
 }
 
-/* Copy out of the ring, round its end. */
+/* Copy out of the ring, and continue at its beginning. */
 static void
 get(End *end, uint64_t at, char *to, size_t nbytes)
 {
@@ -65,8 +65,8 @@ get(End *end, uint64_t at, char *to, size_t nbytes)
     memcpy(to + first, end->bytes, nbytes - first);
 }
 
-/* Have a frame begin at the beginning, which both sides have in their caches: while nothing is unread. What does not
-   fit into a line with its header has its own. */
+/* Start a frame at the beginning of the ring, which both sides have in their caches; possible while no byte is
+   unread. A payload that does not fit into one cache line with its header starts at a line of its own. */
 static void
 restart(End *end, size_t header_bytes, size_t nbytes)
 {
@@ -75,7 +75,7 @@ restart(End *end, size_t header_bytes, size_t nbytes)
     atomic_store_explicit(&end->words[BASE], end->base, memory_order_relaxed); /* the head is published later */
 }
 
-/* Whether what comes next is a header; the rest of what is unread lies behind it. */
+/* Whether the next unread bytes are this header; the remaining unread bytes lie behind it. */
 static int
 is_next(End *end, const char *header, size_t header_bytes)
 {
@@ -110,11 +110,11 @@ push_frame(End *end, const char *header, size_t header_bytes, const char *payloa
     }
     atomic_store_explicit(&end->words[HEAD], at, memory_order_release);
     end->count = at;
-    atomic_thread_fence(memory_order_seq_cst); /* it must be out before the reader's flag is read */
+    atomic_thread_fence(memory_order_seq_cst); /* publish the bytes before reading the reader's flag */
     return 1;
 }
 
-/* Wait for bytes beyond a place: how many there are, or 0 if none come. */
+/* Wait for bytes beyond a position: return their number, or 0 if none come. */
 static uint64_t
 await_more(End *end, uint64_t at, Lock *lock)
 {
@@ -195,7 +195,7 @@ consume(End *end, uint64_t nbytes)
 {
     end->count += nbytes;
     atomic_store_explicit(&end->words[TAIL], end->count, memory_order_release);
-    atomic_thread_fence(memory_order_seq_cst); /* it must be out before the writer's flag is read */
+    atomic_thread_fence(memory_order_seq_cst); /* publish the free space before reading the writer's flag */
 }
 
 static PyMemberDef end_members[] = {

@@ -1,10 +1,10 @@
-/* Sending by the short way, for messages and for offers of long ones. */
+/* Sending by the short path, of messages and of offers of long ones. */
 
 #include "messages.h"
 
 #include <string.h>
 
-#define GLANCE_NS 1000000 /* `Poller.glance` is called so often, which counts calls and looks around now and then */
+#define GLANCE_NS 1000000 /* the interval of `Poller.glance`, which counts calls and does periodic checks */
 
 static Field field_writing, field_frames, field_bulk, field_broken, field_waiting, field_used;
 static PyObject *str_glance, *str_wake_peer;
@@ -53,7 +53,7 @@ answer(Express *self, int what, size_t at, uint64_t number)
     return said;
 }
 
-/* Whether the receiver has been told what the fingerprint means. */
+/* Whether the receiver knows the description of this fingerprint. */
 static int
 is_told(Express *self)
 {
@@ -67,7 +67,7 @@ is_told(Express *self)
     return 1;
 }
 
-/* Whether a group and a member take messages as ever. */
+/* Whether neither the group nor the member has ended. */
 static int
 takes_messages(Express *self)
 {
@@ -81,7 +81,7 @@ takes_messages(Express *self)
     return attribute_is_none(self->its[MAILBOX], &field_fault);
 }
 
-/* What a message that goes now leaves used of the credit; 0 if it has to wait, -1 with an exception. */
+/* Return the used credit after a message that is sent now; 0 if the message has to wait, -1 with an exception. */
 static long long
 credit_after(Express *self)
 {
@@ -96,7 +96,7 @@ credit_after(Express *self)
     return used + self->cost <= self->credit ? used + self->cost : 0;
 }
 
-/* Write a frame to a ring, and what goes with it; with the fabric's lock. */
+/* Write a frame and its payload to a ring, with the fabric's lock. */
 static int
 push_to(Express *self, End *tx, const char *payload, Offer *offer)
 {
@@ -118,21 +118,21 @@ push_to(Express *self, End *tx, const char *payload, Offer *offer)
     return pushed;
 }
 
-/* Return the end that a message, or the offer of one, goes out by, borrowed from its link, if nothing stands in the way;
-   NULL if something does, with an exception or without. It calls nothing in Python. */
+/* Return the ring end for a message, or for its offer, borrowed from its link, if no condition prevents it; else
+   NULL, with an exception or without. Calls no Python code. */
 static End *
 way_out(Express *self, PyObject *link, Offer *offer)
 {
     int may = takes_messages(self);
-    if (may > 0 && offer == NULL) { /* who offers waits, and can be asked */
+    if (may > 0 && offer == NULL) { /* the sender of an offer waits, and can answer a question */
         may = is_told(self);
     }
     may = may > 0 ? is_clear(link) : may;
     return may > 0 ? ring_of(link, &field_tx) : NULL;
 }
 
-/* Note what a message leaves used of the credit, and write its frame, after which nothing may fail: 1, 0 with nothing done,
-   or -1 with an exception. */
+/* Account for the credit of a message, and write its frame; no step after that can fail. 1, 0 with nothing done, or
+   -1 with an exception. */
 static int
 push_paid(Express *self, End *tx, const char *payload, Offer *offer)
 {
@@ -150,7 +150,7 @@ push_paid(Express *self, End *tx, const char *payload, Offer *offer)
     return restored < 0 ? -1 : pushed;
 }
 
-/* Write the frame of a message, or of an offer, with the fabric's lock; to wake the receiver needs none. */
+/* Write the frame of a message, or of an offer, with the fabric's lock; waking the receiver needs no lock. */
 static int
 send_locked(Express *self, PyObject *link, const char *payload, Offer *offer)
 {

@@ -1,17 +1,17 @@
-/* How both ways wait for a ring. */
+/* Waiting for bytes in a ring, for sending and receiving. */
 
 #include "messages.h"
 
 #include <sched.h>
 
 #define MOST_READERS 64
-#define CHECKED 16 /* yields between two looks at what needs the interpreter lock */
-#define SWITCH_NS 1500   /* in a yield that takes longer somebody else had the core */
-#define SOME_TURNS 4     /* so many such waits in a row: who waits had better yield soon */
+#define CHECKED 16 /* yields between two checks that need the interpreter lock */
+#define SWITCH_NS 1500   /* a longer yield: another thread ran on this core */
+#define SOME_TURNS 4     /* after so many such waits in a row, a waiter yields soon: */
 #define SOON 5           /* after so many looks */
-#define UNUSED_YIELDS 8  /* so many in a row: nobody else wants the core */
-#define MANY_TURNS 32    /* so many such waits in a row: it is whom they were for */
-#define PAUSE_NS 4000000 /* between two partings; four times as long if it was in vain, and so on */
+#define UNUSED_YIELDS 8  /* so many in a row: no other thread needs the core */
+#define MANY_TURNS 32    /* after so many, the other thread is the awaited process */
+#define PAUSE_NS 4000000 /* between two sleeps; four times as long if a sleep did not help, and so on */
 #define LONGEST_PAUSE_NS 4000000000
 
 static Field field_until;
@@ -31,7 +31,7 @@ is_disturbed(Express *self)
     return attribute_is_true(self->its[POLLER], &field_waiters);
 }
 
-/* A wait for one ring that does not hold up the others. */
+/* A wait for one ring that also serves the others. */
 typedef struct {
     End *rx;
     End *others[MOST_READERS];
@@ -41,15 +41,15 @@ typedef struct {
     Together *together;
 } Watch;
 
-/* Whether what is waited for is here. */
+/* Whether awaited bytes have arrived. */
 static inline int
 is_here(const Watch *watch)
 {
     return has_bytes(watch->rx);
 }
 
-/* Sleep for a moment if whom this one waits for shares its core: the kernel leaves two that yield to each other where
-   they are, but has who wakes up run on a core with nothing to do, where there is one. */
+/* Sleep for a moment if the awaited process shares this core. The kernel does not separate two threads that yield to
+   each other, but it places a thread that wakes up on an idle core, if there is one. */
 static void
 part(Together *together, long long now)
 {
@@ -66,7 +66,7 @@ part(Together *together, long long now)
     nanosleep(&moment, NULL);
 }
 
-/* Note whether somebody else had the core in a yield. */
+/* Note whether another thread had the core in a yield. */
 static inline void
 note_yield(Together *together, int was_used)
 {
@@ -83,7 +83,7 @@ looks_of(const Express *self)
     return self->together.turns < SOME_TURNS || self->spins < SOON ? self->spins : SOON;
 }
 
-/* Yield until something is here: 1; 0 if it is time for something else. Without the interpreter lock. */
+/* Yield until bytes have come: 1; 0 if it is time for another check. Without the interpreter lock. */
 static int
 yield_some(Watch *watch)
 {
@@ -110,7 +110,7 @@ yield_some(Watch *watch)
     return 0;
 }
 
-/* Note which other rings may have something. */
+/* Note the other rings that may have bytes. */
 static int
 watch_others(Watch *watch, PyObject *readers)
 {
@@ -127,7 +127,7 @@ watch_others(Watch *watch, PyObject *readers)
     return 0;
 }
 
-/* Yield until something is here, or somebody else needs the core or the role. */
+/* Yield until bytes have come, or another thread needs the core or the role. */
 static int
 yield_until(Express *self, Watch *watch)
 {

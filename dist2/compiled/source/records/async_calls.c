@@ -1,10 +1,10 @@
-/* Asynchronous collectives whose turn is to come: `AsyncCall`, the counterpart of what `_issue`, `_start`
-   and `_settle` of `OperationRunner` do for one, and of its `Completion`.
+/* Queued asynchronous collectives: `AsyncCall`, the counterpart of `_issue`, `_start` and `_settle` of
+   `OperationRunner` for one call, and of its `Completion`.
 
-   An async call is a job of the lane: called without arguments it runs, once. It is the helper of its Work: called with
-   a monotonic nanosecond it works on the lane until it is done, as `help_out` does. And it is what the Work waits on;
-   whoever has to sleep until it is done sleeps on a `Completion`, which is made then. Each step holds the interpreter
-   lock, so there is no other. */
+   An async call has three roles. It is a job of the queue: called without arguments, it runs once. It is the helper
+   of its Work: called with a monotonic time in nanoseconds, it runs queued jobs until it is done, as `help_out`
+   does. And its Work waits on it; a thread that has to sleep sleeps on a `Completion`, which is made then. The
+   interpreter lock is held during each step, so no other lock is needed. */
 
 #include "records.h"
 
@@ -21,14 +21,14 @@ typedef struct {
     PyObject *work;       /* until it is done */
     PyObject *error;      /* NULL for none */
     PyObject *completion; /* NULL before somebody sleeps */
-    long long ends_ns;    /* when limits end all that is queued up to this */
+    long long ends_ns;    /* the latest time at which timeouts end all jobs queued up to this */
     char done;
     vectorcallfunc call;
 } AsyncCall;
 
 static PyTypeObject AsyncCall_Type;
 
-/* Be done: the Work and the tensors are let go, and those that sleep are woken. -1 with an exception. */
+/* Complete the call: drop the Work and the tensors, and wake sleeping threads. -1 with an exception. */
 static int
 async_call_end(AsyncCall *self, PyObject *error)
 {
@@ -48,7 +48,7 @@ async_call_end(AsyncCall *self, PyObject *error)
     Py_XDECREF(completion);
     PyObject *failure = raised();
     if (self->work != NULL) {
-        work_forget_helper(self->work); /* the two would keep each other */
+        work_forget_helper(self->work); /* the two would keep each other alive */
         if (self->runner != NULL && PySet_Discard(runner_in_flight(self->runner), self->work) < 0) {
             outcome = -1;
         }
@@ -61,9 +61,9 @@ async_call_end(AsyncCall *self, PyObject *error)
     return outcome;
 }
 
-/* ---- As a job of the lane ---- */
+/* ---- As a job of the queue ---- */
 
-/* Have the group do something with this async call that is not the usual case. */
+/* Let the group handle a case of this call that is not the usual one. */
 static PyObject *
 async_call_ask_group(AsyncCall *self, PyObject *name, PyObject *what)
 {
@@ -75,7 +75,7 @@ async_call_ask_group(AsyncCall *self, PyObject *name, PyObject *what)
     return PyObject_CallMethodObjArgs(group, name, what, work, self, self->inputs, self->outputs, NULL);
 }
 
-/* Deliver what it raised to whoever waits; return it if it concerns this thread as well, or else None. */
+/* Deliver the raised exception to the waiters. Return it if it concerns this thread as well, else None. */
 static PyObject *
 async_call_broke_off(AsyncCall *self)
 {
@@ -89,7 +89,7 @@ async_call_broke_off(AsyncCall *self)
     return concerning;
 }
 
-/* Run, and settle it or have the group follow it. */
+/* Run the call, and complete it or let the group follow it. */
 static PyObject *
 async_call_run(AsyncCall *self)
 {
@@ -120,8 +120,8 @@ async_call_run(AsyncCall *self)
 
 /* ---- As a helper of its Work ---- */
 
-/* Work on the lane until it is done, if nobody minds that it may take as long as limits allow; at 0, say that nobody
-   will come. */
+/* Run queued jobs until this one is done, if the caller can wait until the timeouts of all of them; at 0, report
+   that no thread will come. */
 static PyObject *
 async_call_help(AsyncCall *self, PyObject *until)
 {
@@ -157,7 +157,7 @@ async_call_call(PyObject *object, PyObject *const *args, size_t flags, PyObject 
     return result;
 }
 
-/* ---- As what its Work waits on: see dist2/runtime/completion.py ---- */
+/* ---- As the completion of its Work: see dist2/runtime/completion.py ---- */
 
 static PyObject *
 async_call_done(AsyncCall *self, PyObject *Py_UNUSED(none))
@@ -183,7 +183,7 @@ async_call_set_exception(AsyncCall *self, PyObject *error)
     Py_RETURN_NONE;
 }
 
-/* Return what sleepers sleep on, borrowed; NULL without an exception if it is done meanwhile. */
+/* Return the completion that threads sleep on, borrowed; NULL without an exception if the call is done meanwhile. */
 static PyObject *
 async_call_completion(AsyncCall *self)
 {
@@ -263,7 +263,7 @@ async_call_issue(Runner *runner, Plan *plan, Record *operation, PyObject *inputs
         self->ends_ns = PyLong_AsLongLong(ends);
         Py_DECREF(ends);
     }
-    if (work != NULL && PyErr_Occurred()) { /* it is not queued: nobody will complete it */
+    if (work != NULL && PyErr_Occurred()) { /* it is not queued: no thread will complete it */
         PyObject *error = raised();
         work_forget_helper(work);
         PySet_Discard(runner_in_flight(runner), work);

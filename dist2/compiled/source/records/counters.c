@@ -1,10 +1,10 @@
-/* `Counters`: the numbers of one series, as observability/metrics.py has them. */
+/* `Counters`: the numbers of one series, in the layout of observability/metrics.py. */
 
 #include "counting.h"
 
 static Field field_nbytes;
 
-/* Numbers grow without bound, as in Python: each is its carry times 2**62 and its value, which is less. */
+/* Numbers are unbounded, as in Python: each is carry * 2**62 + value, with value below 2**62. */
 enum { VALUE_BITS = 62 };
 static const long long VALUE_END = 1LL << VALUE_BITS;
 
@@ -75,7 +75,7 @@ static PySequenceMethods counters_sequence = {
     .sq_ass_item = (ssizeobjargproc)counters_set,
 };
 
-/* Add what other counters have, of another series or from before, in one step. */
+/* Add all values of other counters, of another series or of an earlier time, in one step. */
 static PyObject *
 counters_add_all(Counters *self, PyObject *object)
 {

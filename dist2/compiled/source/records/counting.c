@@ -1,8 +1,9 @@
-/* `Counting`: counts operations that ended; the counterpart of what observability/metrics.py does with them. */
+/* `Counting`: counts operations that ended; the counterpart of that part of observability/metrics.py. */
 
 #include "counting.h"
 
-/* Signatures without labels, and all, before Python sees to them; the latter as in observability/metrics.py. */
+/* Limits on signatures without labels, and on all, before Python handles them; the latter as in
+   observability/metrics.py. */
 enum { MOST_FRESH = 64, MOST_SIGNATURES = 4096 };
 
 typedef struct {
@@ -65,8 +66,8 @@ counting_dealloc(Counting *self)
     Py_TYPE(self)->tp_free(self);
 }
 
-/* Return the counters of a signature, new ones if it is new; borrowed. NULL without an exception: Python has to see
-   to what is new first. */
+/* Return the counters of a signature, borrowed; made if the signature is new. NULL without an exception: Python
+   first has to handle the new signatures. */
 static PyObject *
 counting_of(Counting *self, PyObject *signature)
 {
@@ -86,7 +87,7 @@ counting_of(Counting *self, PyObject *signature)
     return counters;
 }
 
-/* Count an operation: here if it succeeded, by `rare(operation)` if not, or if there is much that is new. */
+/* Count an operation: here if it succeeded, by `rare(operation)` if it failed or too many signatures are new. */
 static PyObject *
 counting_call(PyObject *object, PyObject *const *args, size_t count, PyObject *names)
 {

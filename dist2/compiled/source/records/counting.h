@@ -1,4 +1,4 @@
-/* What counts operations that ended: counters.c, counting.c, tallying.c. */
+/* Counters of operations that ended: counters.c, counting.c, tallying.c. */
 
 #ifndef DIST2_COUNTING_H
 #define DIST2_COUNTING_H
@@ -17,8 +17,8 @@ typedef struct {
 
 extern PyTypeObject Counters_Type;
 
-/* Add one operation that succeeded to the numbers of its series. Return 0 if it is out of all proportion, and -1
-   with an exception. */
+/* Add one operation that succeeded to the numbers of its series. Return 0 if a value is implausible, and -1 with an
+   exception. */
 int counters_add(Counters *counters, Record *operation);
 
 /* Return an argument as a record; NULL with TypeError if it is none. */

@@ -1,15 +1,15 @@
-/* Methods in C for calls as they are mostly spelled: positional arguments alone, or all but the peer of a message, plain
-   tensors, a plan that is known. Everything else goes to the method in Python, dist2/group/collectives.py or
-   dist2/group/point_to_point.py, which they mean the same as: see dist2/c10d/fast_methods.py. */
+/* Methods in C for the most common form of a call: positional arguments only, except for the peer of a message,
+   plain tensors, a known plan. All other calls go to the equivalent Python method of `Collectives` or
+   `PointToPoint`. The counterpart of `fast_method` in dist2/c10d. */
 
 #include "keys.h"
 
 static PyObject *name_run, *name_run_p2p, *name_dst, *name_src;
 
-/* What the positional arguments are, and what becomes of them: `Pattern` in dist2/c10d/fast_methods.py. */
+/* The kinds of positional arguments, and how each kind is sorted: `Pattern` in dist2/c10d. */
 enum { NOTHING, IN_PLACE, FROM_ROOT, TO_ROOT, OUT_AND_IN, LIST_AT_ROOT, LIST_OF_ROOT, TO_PEER, FROM_PEER, PATTERNS };
 
-/* How many there are, and which of them is a rank. */
+/* The number of arguments, and the index of the rank among them. */
 static const struct {
     Py_ssize_t count, rank;
 } spelled[PATTERNS] = {
@@ -29,7 +29,7 @@ typedef struct {
     vectorcallfunc call;
 } FastMethod;
 
-/* What a call is about. */
+/* The sorted arguments of a call. */
 typedef struct {
     PyObject *inputs;
     PyObject *outputs;
@@ -51,7 +51,7 @@ one(PyObject *object)
     return PyTuple_Pack(1, object);
 }
 
-/* Return what ranks agree on of a message; its tag is 0 where none is given. */
+/* Return the values that identify a message: peer and tag; the tag is 0 if none is given. */
 static PyObject *
 address_of(PyObject *const *args, Py_ssize_t count)
 {
@@ -62,7 +62,7 @@ address_of(PyObject *const *args, Py_ssize_t count)
     return PyTuple_Pack(2, args[1], count > 2 ? args[2] : zero);
 }
 
-/* Return what the root of a reduction writes, which is nothing elsewhere. */
+/* Return the output of a reduction to a root: the tensor on the root, nothing on other ranks. */
 static PyObject *
 output_at(FastMethod *self, Runner *runner, PyObject *tensor, PyObject *root)
 {
@@ -113,7 +113,7 @@ is_message(const FastMethod *self)
     return self->pattern == TO_PEER || self->pattern == FROM_PEER;
 }
 
-/* Whether the only argument with a name is the last, and is the peer of a message. */
+/* Whether the only keyword argument is the last one, and is the peer of a message. */
 static inline int
 names_peer(const FastMethod *self, PyObject *names)
 {
@@ -121,7 +121,7 @@ names_peer(const FastMethod *self, PyObject *names)
     return PyTuple_GET_SIZE(names) == 1 && PyTuple_GET_ITEM(names, 0) == name;
 }
 
-/* Whether a call is spelled so. Ranks are exactly an int: True and 1.0 would find the plan of 1. */
+/* Whether a call has this form. Ranks are exactly an int: True and 1.0 would find the plan of 1. */
 static inline int
 fast_fits(const FastMethod *self, PyObject *const *args, Py_ssize_t count, PyObject *names)
 {
@@ -141,8 +141,8 @@ fast_fits(const FastMethod *self, PyObject *const *args, Py_ssize_t count, PyObj
     return rank < 0 || PyLong_CheckExact(args[1 + rank]);
 }
 
-/* Run a call if its plan is known, and remember it by the names of a message, if it is one; NULL without an exception if
-   it is not known. */
+/* Run a call if its plan is known, and cache the plan of a message by its names; NULL without an exception if no
+   plan is known. */
 static PyObject *
 fast_run(FastMethod *self, Runner *runner, const Matter *matter, PyObject *const *names)
 {
@@ -165,7 +165,7 @@ fast_run(FastMethod *self, Runner *runner, const Matter *matter, PyObject *const
     return work;
 }
 
-/* Send or receive a tensor by a plan that was remembered, where its key was made. */
+/* Send or receive a tensor by a cached plan, after its key was made. */
 static PyObject *
 fast_carry(FastMethod *self, Runner *runner, Plan *plan, const Key *key)
 {
@@ -186,7 +186,7 @@ fast_carry(FastMethod *self, Runner *runner, Plan *plan, const Key *key)
     return work;
 }
 
-/* Run a call of a message if its plan was remembered; as `fast_run`. */
+/* Run a call of a message if its plan is cached; as `fast_run`. */
 static PyObject *
 fast_recall(FastMethod *self, Runner *runner, PyObject *const names[NAMES], PyObject *tensor)
 {
@@ -214,7 +214,7 @@ fast_search(FastMethod *self, Runner *runner, PyObject *const *args, Py_ssize_t 
     return work;
 }
 
-/* Run a call as it is spelled; as `fast_run`. */
+/* Run a call of this form; as `fast_run`. */
 static PyObject *
 fast_try(FastMethod *self, Runner *runner, PyObject *const *args, Py_ssize_t count)
 {

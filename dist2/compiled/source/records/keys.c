@@ -1,19 +1,20 @@
-/* Keys: what tells calls apart, of those with plain tensors.
+/* Keys of calls with plain tensors.
 
    Tensors are read by the function that torch publishes for that purpose (dlpack.h): shape, strides, element type
-   and device in one call, without a Python object for each. It does not tell whether a tensor is lazily negated, and
-   to ask torch takes longer than all the rest: it gives up the interpreter lock for that and takes it back. torch
-   keeps that in a set of bits that each tensor has. It publishes no way to read it from C, but tells Python what is in
-   it; so `find_marks` looks for it where some tensors have it, and where a tensor has no bit that those which are
-   known to be plain have not, torch is not asked. Where it is not found, torch is asked each time. */
+   and device in one call, without a Python object for each. It does not tell whether a tensor is lazily negated.
+   Asking torch for that takes longer than everything else, because torch releases and takes the interpreter lock.
+   torch keeps this property in a bit set of each tensor. It publishes no access to the set from C, but tells its
+   contents to Python. So `find_marks` searches for the position of the set in sample tensors with known contents. A
+   tensor with no bit other than those of known plain tensors is plain, and torch is not asked. If the position is
+   not found, torch is asked each time. */
 
 #include "keys.h"
 
 enum { CPU = 1, INTEGER = 0, UNSIGNED = 1, FLOATING = 2, BFLOAT = 4, BOOLEAN = 6 };
 
-/* ---- Marks: what torch says of a tensor in one word ---- */
+/* ---- Marks: the bit set in which torch keeps properties of a tensor ---- */
 
-/* A tensor, where its other half is, which marks it has, where its storage is, and what that has. */
+/* A tensor, the address of its C++ half, its marks, the address of its storage, and the address of its values. */
 typedef struct {
     PyObject *tensor;
     unsigned long long half, marks;
@@ -33,11 +34,11 @@ read_sample(PyObject *source, Sample *sample)
                             &sample->store, &sample->data);
 }
 
-/* What samples are said to have: in the object of Python the address of the other half, in that the marks, or the address
-   of the storage. */
+/* The searched values of a sample: in the Python object the address of the C++ half; in the C++ half the marks, or
+   the address of the storage. */
 enum { THE_HALF, THE_MARKS, THE_STORE };
 
-/* Whether a sample has that at a place. */
+/* Whether a sample has the value at an offset. */
 static inline int
 has_at(const Sample *sample, int what, Py_ssize_t at)
 {
@@ -47,7 +48,7 @@ has_at(const Sample *sample, int what, Py_ssize_t at)
     return word_at((const void *)(uintptr_t)sample->half, at) == (what == THE_MARKS ? sample->marks : sample->store);
 }
 
-/* Find the only place at which all samples have what they are said to have; -1 if there is none, or more than one. */
+/* Find the only offset at which all samples have the expected value; -1 if there is none, or more than one. */
 static Py_ssize_t
 find_place(const Sample *samples, Py_ssize_t count, Py_ssize_t first, Py_ssize_t end, int what)
 {
@@ -65,8 +66,8 @@ find_place(const Sample *samples, Py_ssize_t count, Py_ssize_t first, Py_ssize_t
     return found;
 }
 
-/* Find where the other halves have the address of the storage, if the first word of each behind how many refer to it is
-   where the tensor's values are; else 0. */
+/* Find the offset of the storage's address in the C++ halves. 0 if it is not found, or if the third word of a
+   storage is not the address of the tensor's values. */
 static Py_ssize_t
 find_store(const Sample *samples, Py_ssize_t count)
 {
@@ -80,7 +81,7 @@ find_store(const Sample *samples, Py_ssize_t count)
     return found < 0 ? 0 : found;
 }
 
-/* Find where tensors have their marks, and which ones plain tensors have; `plain` is 0 if that cannot be told. */
+/* Find the offset of the marks in tensors, and the marks of plain tensors; `plain` is 0 if they cannot be found. */
 static Marks
 marks_of(const Sample *samples, Py_ssize_t count)
 {
@@ -93,7 +94,7 @@ marks_of(const Sample *samples, Py_ssize_t count)
     }
     for (Py_ssize_t each = 0; each < count; each++) {
         if (!samples[each].plain && (samples[each].marks & ~marks.plain) == 0) {
-            return none; /* what is not plain has no mark that says so */
+            return none; /* no mark tells this tensor from a plain one */
         }
         others += !samples[each].plain;
     }
@@ -129,7 +130,7 @@ find_marks(PyObject *Py_UNUSED(module), PyObject *source)
 
 /* ---- Keys ---- */
 
-/* Whether elements lie one after the other; as torch has it, strides of extents of one do not matter. */
+/* Whether elements are contiguous; as in torch, strides of extents of one do not matter. */
 static int
 is_dense(const View *view)
 {
@@ -159,8 +160,8 @@ is_as_it_lies(const Reader *self, PyObject *tensor)
     return negated == Py_False;
 }
 
-/* Add a tensor to a key; whether it is plain: on the CPU, dense, real, not lazily negated, and no subclass that
-   may hide what it is. */
+/* Add a tensor to a key. Return whether it is plain: on the CPU, dense, real, not lazily negated, and of no unknown
+   subclass. */
 static int
 key_add(const Reader *self, Key *key, PyObject *tensor)
 {
@@ -189,7 +190,7 @@ key_add(const Reader *self, Key *key, PyObject *tensor)
         bits *= view.shape[axis];
     }
     if (view.data == NULL && bits != 0) {
-        return 0; /* its storage was freed, or it stands for another */
+        return 0; /* its storage was freed, or it wraps another tensor */
     }
     uintptr_t start = (uintptr_t)view.data + view.offset;
     key->spans[key->tensors] = (Span){start, start + (uintptr_t)(bits + 7) / 8};
@@ -197,8 +198,8 @@ key_add(const Reader *self, Key *key, PyObject *tensor)
     return 1;
 }
 
-/* Add to a key which tensors share memory with one that is written, and where: the spans from `written` on are
-   written. Whether it has room. As -1 or less is no layout's word, no other call has these words. */
+/* Add to a key which tensors share memory with a written one, and at which offsets: the spans from `written` on are
+   written. Return whether the key has room. No layout has words of -1 or less, so no other call has these words. */
 static int
 key_add_overlaps(Key *key, int written)
 {

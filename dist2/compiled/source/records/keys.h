@@ -1,4 +1,4 @@
-/* What tells calls apart: keys.c. */
+/* Keys of calls: keys.c. */
 
 #ifndef DIST2_KEYS_H
 #define DIST2_KEYS_H
@@ -7,15 +7,15 @@
 #include "records.h"
 
 enum { KEY_WORDS = 128 };
-enum { HALF_WORDS = 22 }; /* of a tensor's other half, in which the set is looked for: it has as many, and the set last */
-enum { STORE_WORDS = 9 }; /* of its storage, which has as many: they say where it lies, how long it is, and whose it is */
+enum { HALF_WORDS = 22 }; /* words of the C++ half, its whole size; the set is the last one */
+enum { STORE_WORDS = 9 }; /* words of its storage, its whole size: address, length and owner of memory */
 
-/* Where a tensor has the set of bits by which torch tells what it is. */
+/* The position of the bit set in which torch keeps properties of a tensor. */
 typedef struct {
-    Py_ssize_t half; /* where the object of Python has the address of the other half, in C++, */
-    Py_ssize_t at;   /* and where that has the set; */
-    uint64_t plain;  /* in which a plain tensor has no other bits than these. 0: it is not known where the set is */
-    Py_ssize_t store; /* where that half has the address of the storage; 0: it is not known */
+    Py_ssize_t half; /* offset in the Python object of the address of the C++ half, */
+    Py_ssize_t at;   /* and offset of the set in that half; */
+    uint64_t plain;  /* the bits that plain tensors may have in it. 0: the offset is not known */
+    Py_ssize_t store; /* offset in that half of the storage's address; 0: it is not known */
 } Marks;
 
 static inline uint64_t
@@ -26,7 +26,7 @@ word_at(const void *memory, Py_ssize_t at)
     return word;
 }
 
-/* Whether a tensor has no marks but those of plain ones. */
+/* Whether a tensor has no marks other than those of plain tensors. */
 static inline int
 is_marked_plain(const Marks *marks, PyObject *tensor)
 {
@@ -37,7 +37,7 @@ is_marked_plain(const Marks *marks, PyObject *tensor)
     return half != NULL && (word_at(half, marks->at) & ~marks->plain) == 0;
 }
 
-/* What tensors are read with. */
+/* The objects needed to read tensors. */
 typedef struct {
     PyObject *tensor_types;
     PyObject *is_negated;
@@ -46,7 +46,7 @@ typedef struct {
     Marks marks;
 } Reader;
 
-/* A call of plain tensors: the words are its layout, and the spans where each tensor lies. */
+/* A call of plain tensors: the words are its layout, the spans the addresses of the tensors. */
 typedef struct {
     PyObject *kind;
     PyObject *agreed;
@@ -60,41 +60,41 @@ typedef struct {
 
 enum { NAMES = 3, RECENT = 8, FEW_WORDS = 6 };
 
-/* A message that was called lately. */
+/* A recently called message. */
 typedef struct {
     PyObject *names[NAMES];
-    PyObject *plan; /* NULL: there is none here */
+    PyObject *plan; /* NULL: the entry is empty */
     int count;
     int64_t words[FEW_WORDS];
 } Recent;
 
-/* Read a tensor as torch says that it is; 0, or what torch returns: views.c. */
+/* Read the view of a tensor by torch's function. 0, or that function's error code: views.c. */
 int view_of(const Reader *self, PyObject *tensor, View *view);
 
-/* Make the key of a call; whether it is one of plain tensors: then it has references to them until `key_drop`.
-   Exceptions are dropped: the counterpart, which is asked then, raises its own. */
+/* Make the key of a call. Return whether its tensors are plain: then it has references to them until `key_drop`.
+   Exceptions are dropped: the Python counterpart runs next and raises its own. */
 int key_make(const Reader *self, Key *key, PyObject *kind, PyObject *agreed, PyObject *inputs, PyObject *outputs);
 
-/* Let go of the tensors of a key that was made. */
+/* Release the tensors of a key. */
 void key_drop(Key *key);
 
-/* Make the key of a call, and return the plan of a call like one that was kept; NULL without an exception where there is
-   none, or `plans` are none of these: plans.c. Drop the key of a plan. */
+/* Make the key of a call, and return the plan that was kept for such calls; NULL without an exception if there is
+   none, or if `plans` is of another type: plans.c. Drop the key of a plan. */
 PyObject *plan_of(PyObject *plans, Key *key, PyObject *kind, PyObject *agreed, PyObject *inputs, PyObject *outputs);
 
-/* The same for a message of one tensor, among those that were called lately. Its names are its kind and the very objects
-   for its peer and its tag, or NULL where none is given. */
+/* The same for a message of one tensor, among recent ones. Its names are its kind and the objects for its peer and
+   its tag, compared by identity, or NULL if they are not given. */
 PyObject *plan_of_message(PyObject *plans, Key *key, PyObject *const names[NAMES], PyObject *tensor);
 
-/* Remember the plan of a message, whose key was made. */
+/* Cache the plan of a message with a made key. */
 void plan_remember(PyObject *plans, const Key *key, PyObject *const names[NAMES], PyObject *plan);
 
-/* What these two do with those of one `plans`; and let go of all: recent.c. */
+/* The same two operations on the recent messages of one `plans`, and the release of all: message_plans.c. */
 PyObject *recent_find(const Recent *all, const Reader *reader, Key *key, PyObject *const names[NAMES], PyObject *tensor);
 void recent_keep(Recent *all, const Key *key, PyObject *const names[NAMES], PyObject *plan);
 void recent_clear(Recent *all);
 
-/* Make the key of one tensor, which is only its words. */
+/* Make the key of one tensor, which consists of its words only. */
 int key_make_one(const Reader *self, Key *key, PyObject *tensor);
 
 #endif

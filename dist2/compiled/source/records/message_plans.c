@@ -1,5 +1,5 @@
-/* Messages that were called lately, and their plans. Their kinds, peers and tags are told by which objects they are, so that
-   they are found without making others. */
+/* Recently called messages, and their plans. Kind, peer and tag are compared by identity, so that a lookup creates
+   no objects. */
 
 #include "keys.h"
 
@@ -13,7 +13,7 @@ drop(const Recent *old)
     Py_XDECREF(old->plan);
 }
 
-/* Return where the plan of a message is, if it is here. */
+/* Return the index at which the plan of a message is kept. */
 static inline int
 place_of(PyObject *const names[NAMES])
 {
@@ -21,7 +21,7 @@ place_of(PyObject *const names[NAMES])
     return (int)((mixed >> 4 ^ mixed >> 7) % RECENT);
 }
 
-/* Whether one has a plan for these names. */
+/* Whether an entry has a plan for these names. */
 static inline int
 has_names(const Recent *recent, PyObject *const names[NAMES])
 {
@@ -36,7 +36,7 @@ recent_find(const Recent *all, const Reader *reader, Key *key, PyObject *const n
     if (!has_names(recent, names) || !key_make_one(reader, key, tensor)) {
         return NULL;
     }
-    /* to read a tensor may have called Python, which may have changed what is here */
+    /* reading a tensor may call Python, which may change this entry */
     if (!has_names(recent, names) || key->count != recent->count ||
         memcmp(key->words, recent->words, sizeof(int64_t) * (size_t)key->count) != 0) {
         key_drop(key);
@@ -48,7 +48,7 @@ recent_find(const Recent *all, const Reader *reader, Key *key, PyObject *const n
 void
 recent_keep(Recent *all, const Key *key, PyObject *const names[NAMES], PyObject *plan)
 {
-    int count = key->count - 1; /* but for the word that tells inputs from outputs */
+    int count = key->count - 1; /* without the word that separates inputs from outputs */
     if (key->tensors != 1 || count > FEW_WORDS) {
         return;
     }

@@ -1,8 +1,8 @@
-/* Methods whose names c10d has too: the counterpart of `_shared` in dist2/c10d/methods.py. */
+/* Methods with names that c10d uses too: the counterpart of `_shared` in dist2/c10d/methods.py. */
 
 #include "records.h"
 
-/* A method that looks how it is called. `vectorcall` takes the object as its first argument, as functions do. */
+/* A method that examines its arguments. `vectorcall` takes the object as its first argument, as functions do. */
 typedef struct {
     PyObject_HEAD
     PyObject *attributes;
@@ -26,7 +26,7 @@ is_options(Overload *self, PyObject *argument)
     return PySet_Contains(self->options, type);
 }
 
-/* Whether a call is spelled as c10d does it; -1 with an exception. */
+/* Whether a call has c10d's form; -1 with an exception. */
 static int
 is_c10d_call(Overload *self, PyObject *const *args, Py_ssize_t count, PyObject *names)
 {

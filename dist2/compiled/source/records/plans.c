@@ -1,5 +1,5 @@
-/* Plans of calls, and how they are found again: the counterpart of dist2/operation/plan_cache.py. What tells calls apart is in
-   keys.c. */
+/* Plans of calls, and the table in which they are found again: the counterpart of dist2/operation/plan_cache.py.
+   Keys are made in keys.c. */
 
 #include "keys.h"
 
@@ -7,7 +7,7 @@ enum { MOST_PLANS = 4096, FEWEST_ROOMS = 16 };
 
 /* ---- Plan ---- */
 
-/* Return the lane of what runs a plan; NULL if it has none. */
+/* Return the lane of a plan's `execute`; NULL if it has none. */
 static const Lane *
 lane_of(PyObject *execute)
 {
@@ -58,7 +58,7 @@ static PyMemberDef plan_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-/* Without tp_clear: a plan cannot be changed, so that it is never the only thing in a cycle; `Plans` breaks it. */
+/* Without tp_clear: a plan is immutable, so a cycle always contains another object too; `Plans` breaks it. */
 PyTypeObject Plan_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "dist2.compiled._records.Plan",
@@ -92,7 +92,7 @@ typedef struct {
     Recent recent[RECENT];
 } Plans;
 
-/* Whether a room has the plan of a key; an exception of the comparison is dropped, and means no. */
+/* Whether a table entry has the plan of a key; an exception of the comparison is dropped, and means no. */
 static int
 room_fits(const Room *room, const Key *key)
 {
@@ -103,7 +103,7 @@ room_fits(const Room *room, const Key *key)
     if (room->agreed == key->agreed) {
         return 1;
     }
-    PyObject *agreed = Py_NewRef(room->agreed); /* what compares may be Python, and may empty the rooms */
+    PyObject *agreed = Py_NewRef(room->agreed); /* the comparison may call Python, which may empty the table */
     int equal = PyObject_RichCompareBool(agreed, key->agreed, Py_EQ);
     Py_DECREF(agreed);
     if (equal < 0) {
@@ -121,7 +121,7 @@ plans_of_key(Plans *self, const Key *key)
     for (size_t place = (size_t)key->hash & mask; rooms[place].plan != NULL; place = (place + 1) & mask) {
         int fits = room_fits(&rooms[place], key);
         if (self->rooms != rooms) {
-            return NULL; /* they were emptied or moved meanwhile: as if the plan was not there */
+            return NULL; /* the table was emptied or moved meanwhile: as if the plan was absent */
         }
         if (fits) {
             return rooms[place].plan;
@@ -147,7 +147,7 @@ rooms_free(Room *rooms, size_t count)
     PyMem_Free(rooms);
 }
 
-/* Start over with empty rooms. */
+/* Start over with an empty table. */
 static int
 plans_reset(Plans *self)
 {
@@ -165,7 +165,7 @@ plans_reset(Plans *self)
     return 0;
 }
 
-/* Put a room where its key is looked for. */
+/* Insert an entry at the place of its hash. */
 static void
 rooms_place(Room *rooms, size_t count, Room room)
 {
@@ -176,7 +176,7 @@ rooms_place(Room *rooms, size_t count, Room room)
     rooms[place] = room;
 }
 
-/* See to it that less than half of the rooms are used. */
+/* Keep the table less than half full. */
 static int
 plans_grow(Plans *self)
 {
@@ -285,7 +285,7 @@ plans_ready_for(Plans *self, const char *name, Py_ssize_t wanted, Py_ssize_t cou
     return 0;
 }
 
-/* Return the plan of a call like one that was kept; None where there is none. */
+/* Return the plan that was kept for such calls; None if there is none. */
 static PyObject *
 plans_find(Plans *self, PyObject *const *args, Py_ssize_t count)
 {
@@ -332,7 +332,7 @@ plan_remember(PyObject *plans, const Key *key, PyObject *const names[NAMES], PyO
     }
 }
 
-/* Whether calls are told apart here, and so only found again with plain tensors. */
+/* Return whether the tensors of a call are plain: only such calls get a key here, and are found again. */
 static PyObject *
 plans_plain(Plans *self, PyObject *const *args, Py_ssize_t count)
 {
@@ -347,7 +347,7 @@ plans_plain(Plans *self, PyObject *const *args, Py_ssize_t count)
     return PyBool_FromLong(plain);
 }
 
-/* Give a plan a room. */
+/* Add a plan to the table. */
 static int
 plans_add(Plans *self, const Key *key, PyObject *plan)
 {
@@ -364,7 +364,7 @@ plans_add(Plans *self, const Key *key, PyObject *plan)
     return 0;
 }
 
-/* Keep a plan for calls like this one. */
+/* Keep a plan for calls of this kind. */
 static PyObject *
 plans_keep(Plans *self, PyObject *const *args, Py_ssize_t count)
 {

@@ -1,5 +1,4 @@
-/* What a group may do, and who is inside: `QueueState`, the counterpart of dist2/queue.py, and `GroupState`, that of
-   dist2/state.py. */
+/* `QueueState` and `GroupState`, the counterparts of `PythonQueueState` and `PythonGroupState` in dist2/operation. */
 
 #include "records.h"
 
@@ -8,18 +7,18 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define PATIENCE_NS 250000 /* how long whoever called something has to come and run it itself */
-#define ALERT_NS 1000000  /* how long after a job its thread looks for the next one before it sleeps */
+#define PATIENCE_NS 250000 /* after this time without a waiting caller, the queue's thread runs a job */
+#define ALERT_NS 1000000  /* how long the queue's thread polls for the next job before it sleeps */
 
-/* ---- QueueState: who is inside, and the numbers of collectives ---- */
+/* ---- QueueState: calls inside a group, and the numbers of collectives ---- */
 
-/* Tell whoever awaits jobs that one could run now, or when nobody else came to run it for a while. */
+/* Tell the queue's thread that a job is ready to run. The thread leaves it to other threads for `patience_ns`. */
 static void
 rouse(QueueState *self, long long patience_ns)
 {
     atomic_store_explicit(&self->ready_ns, monotonic_ns(), memory_order_relaxed);
     atomic_store_explicit(&self->patience_ns, patience_ns, memory_order_relaxed);
-    atomic_thread_fence(memory_order_seq_cst); /* what was queued or given back is out before this looks */
+    atomic_thread_fence(memory_order_seq_cst); /* publish the queued job or the returned turn before reading `asleep` */
     if (atomic_load_explicit(&self->asleep, memory_order_relaxed)) {
         atomic_store_explicit(&self->asleep, 0, memory_order_relaxed);
         syscall(SYS_futex, &self->asleep, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
@@ -38,21 +37,21 @@ set(atomic_int *flag, int value)
     atomic_store_explicit(flag, value, memory_order_relaxed);
 }
 
-/* Whether nobody has the turn or queues for it. */
+/* Whether no thread has the turn and no job is queued. */
 static inline int
 is_idle(QueueState *self)
 {
     return !is_set(&self->busy) && !is_set(&self->queued);
 }
 
-/* Whether nobody is inside at all, nor queued. */
+/* Whether no call is inside the group, and none is queued. */
 static inline int
 is_empty(QueueState *self)
 {
     return is_idle(self) && !self->beside;
 }
 
-/* Take the oldest out of the queue, if there is one, for whoever has the turn or takes it now. */
+/* Remove the oldest job from the queue, if there is one, for the thread that has the turn or takes it now. */
 static inline int
 take_next(QueueState *self)
 {
@@ -63,7 +62,7 @@ take_next(QueueState *self)
     return queued > 0;
 }
 
-/* Have the calling thread take the turn, which nobody has. */
+/* Let the calling thread take the free turn. */
 static inline void
 take_turn(QueueState *self)
 {
@@ -81,7 +80,7 @@ queue_take(QueueState *self)
     return ++self->seq;
 }
 
-/* Give the turn back, for others to take it after a while; whether somebody waits for that. */
+/* Release the turn, for the queue's thread to take it after a while; return whether a thread waits for that. */
 static inline int
 give_back(QueueState *self, long long patience_ns)
 {
@@ -135,7 +134,7 @@ static PyObject *
 queue_issue(QueueState *self, PyObject *Py_UNUSED(none))
 {
     set(&self->queued, is_set(&self->queued) + 1);
-    if (!is_set(&self->busy)) { /* else whoever has the turn does it when it leaves */
+    if (!is_set(&self->busy)) { /* else the thread that has the turn runs it when it leaves */
         rouse(self, PATIENCE_NS);
     }
     return PyLong_FromLongLong(++self->seq);
@@ -190,13 +189,13 @@ nap(long long nap_ns)
     nanosleep(&time, NULL);
 }
 
-/* Sleep until something is told, or for some time; whether it was told, or something is queued. */
+/* Sleep until a wake-up, or for some time; return whether there was one, or a job is queued. */
 static int
 sleep_until_roused(QueueState *self, long long idle_ns)
 {
     struct timespec time = {idle_ns / 1000000000, idle_ns % 1000000000};
     set(&self->asleep, 1);
-    atomic_thread_fence(memory_order_seq_cst); /* it is out before this looks */
+    atomic_thread_fence(memory_order_seq_cst); /* publish `asleep` before reading the queue */
     if (is_set(&self->queued) ? !is_set(&self->busy) : is_set(&self->ending)) {
         set(&self->asleep, 0);
         return 1;
@@ -209,7 +208,7 @@ sleep_until_roused(QueueState *self, long long idle_ns)
     return 0;
 }
 
-/* Have naps of this thread be short: the kernel may otherwise add as much as they take. */
+/* Let this thread sleep with little timer slack: the kernel may otherwise double the time. */
 static void
 sleep_lightly(void)
 {
@@ -220,7 +219,7 @@ sleep_lightly(void)
     }
 }
 
-/* Wait until something that is queued could run and nobody else came to do it; 0 if nothing is for some time. */
+/* Wait until a queued job is ready and no other thread has come to run it; 0 if none is for some time. */
 static int
 await_job(QueueState *self, long long idle_ns)
 {
@@ -334,7 +333,7 @@ PyTypeObject QueueState_Type = {
     .tp_methods = queue_methods,
 };
 
-/* ---- GroupState: what a group may do ---- */
+/* ---- GroupState: the fault, hooks and timeout of a group ---- */
 
 static PyObject *
 group_state_new(PyTypeObject *type, PyObject *args, PyObject *keywords)

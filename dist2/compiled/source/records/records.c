@@ -1,15 +1,13 @@
-/* Records of operations: made at their begin, told to instruments.
-
-   Everything in this extension has a counterpart in Python that means the same; those of this file are in
-   dist2/operation/record.py and dist2/operation/instruments.py. All of it relies on the interpreter lock: a function that calls nothing
-   in Python is one step for all threads. */
+/* Records of operations: made when they begin, passed to instruments. Everything in this extension has an equivalent
+   Python counterpart; those of this file are `PythonRecord` and `python_tell` in dist2/operation. All of it relies on the
+   interpreter lock: a function that calls no Python code is atomic for all threads. */
 
 #include "records.h"
 
-/* ---- Record: what is kept of one call ---- */
+/* ---- Record: the record of one call ---- */
 
-/* Return a record with nothing in it but defaults, unknown to the garbage collector: only an exception
-   can lead back to a record, so that it is made known with its first. */
+/* Return a record with default values, untracked by the garbage collector: only an exception can lead back to a
+   record, so that tracking starts with its first exception. */
 static Record *
 record_blank(PyTypeObject *type)
 {
@@ -84,7 +82,7 @@ record_error(Record *self, void *Py_UNUSED(closure))
     return Py_NewRef(self->error != NULL ? self->error : Py_None);
 }
 
-/* Set the error, and have the garbage collector know: its traceback may lead back here. */
+/* Set the error, and track the record in the garbage collector: the traceback may lead back to it. */
 static int
 record_set_error(Record *self, PyObject *error, void *Py_UNUSED(closure))
 {
@@ -99,7 +97,7 @@ record_set_error(Record *self, PyObject *error, void *Py_UNUSED(closure))
     return 0;
 }
 
-/* Whether the name of a file begins with `here`, a str, or with one of `here`, a tuple of them. */
+/* Whether a file name begins with `here`, a str, or with one of a tuple of them. */
 static int
 is_inside(PyObject *name, PyObject *here)
 {
@@ -115,8 +113,8 @@ is_inside(PyObject *name, PyObject *here)
     return 0;
 }
 
-/* Whether code is of a file whose name does not begin with `here`. The last that was is known: mostly it is that which
-   calls again. */
+/* Whether code belongs to a file with a name that does not begin with `here`. The last such code is cached: mostly
+   the same code calls again. */
 static int
 is_outside(PyCodeObject *code, PyObject *here)
 {
@@ -132,7 +130,7 @@ is_outside(PyCodeObject *code, PyObject *here)
     return 1;
 }
 
-/* Find the innermost frame of a file whose name does not begin with `here`, and note it. */
+/* Find the innermost frame of a file with a name that does not begin with `here`, and record it. */
 static void
 record_note_caller(Record *self, PyObject *here)
 {
@@ -240,7 +238,7 @@ PyTypeObject Record_Type = {
 
 /* ---- Telling instruments ---- */
 
-/* Give what a callable raised to `failed(callable, error)`, if it is an Exception; -1 if it is not. */
+/* Pass the exception of a callable to `failed(callable, error)`, if it is an Exception; -1 if it is not. */
 static int
 hand_over(PyObject *callable, PyObject *failed)
 {

@@ -1,4 +1,4 @@
-/* What the files of dist2.compiled._records share. */
+/* Declarations that the files of dist2.compiled._records share. */
 
 #ifndef DIST2_RECORDS_H
 #define DIST2_RECORDS_H
@@ -33,7 +33,7 @@ typedef struct {
     char is_async;
 } Record;
 
-/* What is known about all calls of one signature: plans.c. */
+/* The plan of all calls of one signature: plans.c. */
 typedef struct {
     PyObject_HEAD
     PyObject *signature;
@@ -41,7 +41,7 @@ typedef struct {
     const Lane *lane; /* of `execute`; NULL if it has none */
 } Plan;
 
-/* Who is inside a group, and the numbers of its collectives: queue.c. What is atomic is also read without the
+/* Calls inside a group, and the numbers of its collectives: queue_state.c. Atomic fields are also read without the
    interpreter lock. */
 typedef struct {
     PyObject_HEAD
@@ -50,16 +50,16 @@ typedef struct {
     atomic_int queued;
     atomic_int busy;
     atomic_int ending;
-    atomic_int asleep;        /* whoever awaits jobs is */
-    atomic_llong ready_ns;    /* since when the oldest that is queued could run */
-    atomic_llong patience_ns; /* for how long somebody else may come and run it */
+    atomic_int asleep;        /* the queue's thread sleeps */
+    atomic_llong ready_ns;    /* time since when the oldest queued job can run */
+    atomic_llong patience_ns; /* for how long other threads may run it first */
     int beside;
     int drainers;
     char retired;
-    pthread_t holder; /* the thread that took the turn last: it has it while `busy` */
+    pthread_t holder; /* the thread that took the turn last, and has it while `busy` */
 } QueueState;
 
-/* What a group may do: queue.c. */
+/* The fault, hooks and timeout of a group: queue_state.c. */
 typedef struct {
     PyObject_HEAD
     PyObject *fault;
@@ -104,62 +104,62 @@ runner_completion_type(Runner *self)
 
 extern PyTypeObject Record_Type, Plan_Type, QueueState_Type, GroupState_Type;
 
-/* Return what a method is bound to, if it is `Runner.run` or, beside the lane, `Runner.run_beside`; NULL if it is
-   neither. */
+/* Return the runner of a bound method `Runner.run`, or, beside the queue, `Runner.run_beside`; NULL for other
+   methods. */
 Runner *runner_of(PyObject *method, int beside);
 
-/* Run one of these, with what is known of where the tensors lie. */
+/* Run one of these methods, with the known addresses of tensors. */
 PyObject *runner_call(Runner *self, int beside, PyObject *const *args, const Places *places);
 
-/* Take the turn if nobody has it or waits for it: return the operation's number, or 0. */
+/* Take the turn if no thread has it and no job is queued: return the operation's number, or 0. */
 long long queue_take(QueueState *self);
 
-/* Give the turn back; whether somebody waits for that. */
+/* Release the turn; return whether a thread waits for that. */
 int queue_give_back(QueueState *self);
 
-/* Make the record of a call that begins now; `here` may be None: then the frame that called is not noted. */
+/* Make the record of a call that begins now; if `here` is None, the calling frame is not recorded. */
 Record *record_begin(PyTypeObject *type, PyObject *signature, long long limit_ns, int is_async, PyObject *here);
 
-/* Do so for one that began at some time. */
+/* Make the record of a call that began at a given time. */
 Record *record_begun_at(PyTypeObject *type, PyObject *signature, long long created_ns, long long limit_ns, int is_async,
                         PyObject *here);
 
-/* Call each of a tuple with an operation; `failed(callable, error)` gets what raises an Exception. */
+/* Call each callable of a tuple with an operation. `failed(callable, error)` gets any Exception that one raises. */
 int tell_all(PyObject *told, PyObject *operation, PyObject *failed);
 
-/* Return a Work of an operation that is complete; `adopt` first. */
+/* Return a Work of an operation that is complete; call `adopt` first. */
 PyObject *work_of(PyObject *operation, PyObject *outputs);
 
-/* Return a Work of an operation that is not complete, with what it waits on, which is its helper as well. */
+/* Return a Work of an operation that is not complete; `pending` is its completion and its helper. */
 PyObject *work_pending(PyObject *operation, PyObject *outputs, PyObject *pending);
 
-/* Have a Work know no helper any more. */
+/* Remove the helper of a Work. */
 void work_forget_helper(PyObject *work);
 
-/* Tell instruments that an operation begins, and hand it to the backend; return what that returned. */
+/* Tell instruments that an operation begins, and pass it to the backend; return the backend's result. */
 PyObject *runner_start(Runner *self, Plan *plan, Record *operation, PyObject *inputs, PyObject *outputs);
 
-/* Tell what became of an operation that is complete. */
+/* Report the end of a complete operation. */
 int runner_finished(Runner *self, Record *operation);
 
 /* Tell instruments that an operation begins; -1 with an exception. */
 int runner_started(Runner *self, Record *operation);
 
-/* Have the group say what became of an operation that raised; it raises again. */
+/* Let the group report an operation that raised; the exception is raised again. */
 void runner_stumbled(Runner *self, Record *operation, PyObject *inputs, PyObject *outputs);
 
-/* Whether a group neither refuses calls nor puts them off. */
+/* Whether a group neither refuses nor defers calls. */
 int runner_takes_calls(Runner *self);
 
-/* After a thread has left: whoever waits for that (`waited`) is woken, and after an abort the last to leave cleans up. An
-   exception that is on its way goes on. -1 if this raised one. */
+/* After a thread has left: if `waited`, wake the threads that wait for that; after an abort the last thread cleans
+   up. An exception that is already set stays set. -1 if this raised one. */
 int runner_left(Runner *self, int waited);
 
-/* Send a tensor that lies at an address by the lane of a plan, and return the Work; NULL without an exception if nothing
-   was done: sends.c. */
+/* Send the tensor at an address by the lane of a plan, and return the Work; NULL without an exception if nothing was
+   done: sends.c. */
 PyObject *runner_send(Runner *self, Plan *plan, PyObject *tensor, uintptr_t address, int is_async);
 
-/* Queue an asynchronous collective; return its Work. `left` is called whenever the lane was left. */
+/* Queue an asynchronous collective; return its Work. `left` is called after each release of the queue. */
 PyObject *async_call_issue(Runner *runner, Plan *plan, Record *operation, PyObject *inputs, PyObject *outputs,
                        PyObject *left);
 

@@ -1,8 +1,8 @@
-/* The runner of a collective: refused or begun, its turn, the instruments, the backend, the end; asynchronous ones
-   have their turn later: async calls.c.
+/* The runner of a collective: refused or begun, queued, instruments, backend, end. Asynchronous ones run later:
+   async_calls.c.
 
-   `Runner` is the counterpart of `OperationRunner.run` and `OperationRunner.run_p2p` in dist2/operation/runner.py, to which it leaves what is
-   not the usual case. */
+   `Runner` is the counterpart of `OperationRunner.run` and `OperationRunner.run_p2p` in dist2/operation/runner.py,
+   which handle all cases other than the usual one. */
 
 #include "records.h"
 
@@ -69,7 +69,8 @@ runner_traverse(Runner *self, visitproc visit, void *arg)
     return 0;
 }
 
-/* Break cycles: only the group and the plans lead back here. The rest stays, for calls that a destructor may make. */
+/* Break cycles: only the group and the plans refer back to this object. The other references stay, for calls from
+   destructors. */
 static int
 runner_clear(Runner *self)
 {
@@ -98,7 +99,7 @@ runner_dealloc(Runner *self)
     Py_TYPE(self)->tp_free(self);
 }
 
-/* Tell the instruments by what the dispatcher has in a field. */
+/* Call the instruments in a field of the dispatcher. */
 static int
 runner_tell(Runner *self, Field *field, PyObject *operation)
 {
@@ -144,7 +145,7 @@ runner_finished(Runner *self, Record *operation)
     return result == NULL ? -1 : 0;
 }
 
-/* Show an operation that was called or begins to torch's profiler, if that runs; -1 with an exception. */
+/* Show an operation that was called or begins to torch's profiler, if that is active; -1 with an exception. */
 static inline int
 runner_notice(Runner *self, Record *operation)
 {
@@ -174,7 +175,7 @@ runner_start(Runner *self, Plan *plan, Record *operation, PyObject *inputs, PyOb
     return PyObject_Vectorcall(plan->execute, arguments + 1, 3 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
 }
 
-/* Hand an operation to the backend; where it completes here, tell what became of it. Return what it returned. */
+/* Pass an operation to the backend, and report its end if it completes here. Return the backend's result. */
 static PyObject *
 runner_execute(Runner *self, Plan *plan, Record *operation, PyObject *inputs, PyObject *outputs)
 {
@@ -194,7 +195,7 @@ runner_execute(Runner *self, Plan *plan, Record *operation, PyObject *inputs, Py
     return pending;
 }
 
-/* Call a method while an exception may be raised, which goes on; -1 with an exception if the method raised one. */
+/* Call a method while an exception may be set, which stays set; -1 if the method raised one. */
 static int
 call_aside(PyObject *object, PyObject *method)
 {
@@ -266,7 +267,7 @@ runner_takes_calls(Runner *self)
     return state->fault == Py_None && PyDict_GET_SIZE(state->batches) == 0 && self->group != NULL;
 }
 
-/* Whether a call is none that a group refuses or puts off. */
+/* Whether the group neither refuses nor defers a call, and its arguments have the usual form. */
 static inline int
 runner_is_usual(Runner *self, PyObject *const *args, Py_ssize_t count)
 {
@@ -305,7 +306,7 @@ runner_issue(Runner *self, PyObject *const *args)
     return work;
 }
 
-/* Hand an operation to the backend, which may read where its tensors lie meanwhile. */
+/* Pass an operation to the backend, which can read the addresses of its tensors meanwhile. */
 static inline PyObject *
 runner_execute_at(Runner *self, PyObject *const *args, Record *operation, const Places *places)
 {
@@ -315,7 +316,7 @@ runner_execute_at(Runner *self, PyObject *const *args, Record *operation, const 
     return pending;
 }
 
-/* Run a synchronous collective if nobody is inside or queued, or queue one; others are left to Python. */
+/* Run a synchronous collective if the group is idle, or queue an asynchronous one; Python runs others. */
 static PyObject *
 runner_run_at(Runner *self, PyObject *const *args, Py_ssize_t count, const Places *places)
 {
@@ -345,7 +346,7 @@ runner_run_at(Runner *self, PyObject *const *args, Py_ssize_t count, const Place
     return work;
 }
 
-/* Run or start a point-to-point operation, beside the lane. */
+/* Run or start a point-to-point operation, beside the queue. */
 static PyObject *
 runner_run_beside_at(Runner *self, PyObject *const *args, Py_ssize_t count, const Places *places)
 {

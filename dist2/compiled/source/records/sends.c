@@ -1,11 +1,11 @@
-/* Messages that are sent first, and then noted: what a call does before its message is out, the receiver waits for.
+/* Messages that are sent before they are recorded: the receiver waits for each step of the sender before the send.
 
-   It means the same as the usual runner of one (runner.c), which does everything that stands in the way of this: nothing
-   in Python runs between the send and the notes. */
+   The effect is that of the usual runner of a message (runner.c), which handles all other cases. No Python code runs
+   between the send and the records. */
 
 #include "records.h"
 
-/* Have the group say what became of a message that was sent, where something raised then; return NULL. */
+/* Let the group report a message that was sent, if a later step raised; return NULL. */
 static PyObject *
 stumble(Runner *self, Record *operation, PyObject *tensor)
 {
@@ -20,7 +20,7 @@ stumble(Runner *self, Record *operation, PyObject *tensor)
     return NULL;
 }
 
-/* Note a message that was sent; return its Work. */
+/* Record a message that was sent; return its Work. */
 static PyObject *
 note(Runner *self, Plan *plan, Record *operation, PyObject *tensor, int sent)
 {

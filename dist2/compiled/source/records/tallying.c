@@ -1,11 +1,10 @@
-/* `Tallying`: counts messages between two ranks; the counterpart of what
-   observability/flight_recorder.py does with them. */
+/* `Tallying`: counts messages between two ranks; the counterpart of that part of observability/flight_recorder.py. */
 
 #include "counting.h"
 
 static Field field_kind;
 
-/* ---- Tally: how many went one way ---- */
+/* ---- Tally: the number of messages in one direction ---- */
 
 typedef struct {
     PyObject_HEAD
@@ -27,7 +26,7 @@ static PyTypeObject Tally_Type = {
     .tp_members = tally_members,
 };
 
-/* ---- Tallying: counts messages, and passes on what is unusual ---- */
+/* ---- Tallying: counts messages, and passes unusual ones on ---- */
 
 typedef struct {
     PyObject_HEAD

@@ -1,11 +1,11 @@
-/* Works of operations that are complete, and those that nobody has any more, used again.
+/* Works of complete operations, and reuse of dropped Works.
 
-   Most Works are dropped by the statement that made the call. Making the C++ half of one and taking it down again
-   costs more than the rest of a call, so a few that were dropped are kept without what they held. A Work is only
-   kept where no C++ code has its other half: where the count of references to that is what it is in a new one.
-   torch publishes no way to read the count, so `adopt` looks for it where torch's objects have it, next to their
-   first word, and tries it out: it must count what `Work.boxed()` takes and gives back, and new Works must be
-   alike in all that pybind notes of them. Where that is not so, each Work is made anew. */
+   Most Works are dropped by the statement that made the call. Making and destroying the C++ half of one costs more
+   than the rest of a call, so a few dropped Works are kept, without the objects that they held. A Work is kept only
+   if no C++ code refers to its C++ half: if the reference count of that half is the count of a new one. torch
+   publishes no access to the count, so `adopt` searches for it next to the first word of the C++ half, and tests it:
+   the count must change as `Work.boxed()` takes and returns a reference, and new Works must be equal in all of
+   pybind's bookkeeping. If a test fails, each Work is made anew. */
 
 #include "records.h"
 
@@ -16,16 +16,16 @@ enum { SPARES = 8, MOST_NOTES = 64 };
 
 static const char *const slot_names[SLOTS] = {"operation", "outputs", "_pending", "helper", "_process"};
 
-/* The only type of Works, once it was adopted. */
+/* The only type of Works, after `adopt`. */
 static struct {
     PyTypeObject *type;
     PyObject *prepare;
     Py_ssize_t slots[SLOTS];
     int keeps;                       /* whether Works are used again */
     uint64_t unshared;               /* the count of a new one */
-    unsigned char notes[MOST_NOTES]; /* what pybind notes of a new one, behind the addresses of its other half */
+    unsigned char notes[MOST_NOTES]; /* pybind's bookkeeping of a new one, behind the addresses of its C++ half */
     Py_ssize_t notes_at, notes_end;
-    PyObject *spare[SPARES]; /* with nothing in their slots, unknown to the garbage collector */
+    PyObject *spare[SPARES]; /* with empty slots, untracked by the garbage collector */
     int spares;
 } works;
 
@@ -35,7 +35,7 @@ work_slot(PyObject *work, int slot)
     return (PyObject **)((char *)work + works.slots[slot]);
 }
 
-/* Return the count of references to the other half of a Work; 0 if it has none. */
+/* Return the reference count of the C++ half of a Work; 0 if it has none. */
 static inline uint64_t
 work_count(PyObject *work)
 {
@@ -43,7 +43,7 @@ work_count(PyObject *work)
     return half == NULL ? 0 : __atomic_load_n((uint64_t *)(half + sizeof(void *)), __ATOMIC_ACQUIRE);
 }
 
-/* Whether a Work is as a new one, for all that torch and pybind know. */
+/* Whether a Work looks like a new one to torch and pybind. */
 static inline int
 work_is_unshared(PyObject *work)
 {
@@ -51,7 +51,7 @@ work_is_unshared(PyObject *work)
            memcmp((char *)work + works.notes_at, works.notes, (size_t)(works.notes_end - works.notes_at)) == 0;
 }
 
-/* Whether a Work may be used again. One whose `__del__` was called may not: that is called once in an object's life. */
+/* Whether a Work may be reused. One with a called `__del__` may not: Python calls that once in an object's life. */
 static inline int
 work_is_spare(PyObject *work)
 {
@@ -63,10 +63,10 @@ static void
 work_dealloc(PyObject *work)
 {
     PyObject *held[SLOTS];
-    int exact = Py_IS_TYPE(work, works.type); /* else its type has called `__del__`, and comes here for the rest */
+    int exact = Py_IS_TYPE(work, works.type); /* else its type has called `__del__`, and calls this for the rest */
     int keep = exact && work_is_spare(work);
     if (exact && !keep && PyObject_CallFinalizerFromDealloc(work) < 0) {
-        return; /* C++ has its other half, so it lives on: see `Work.__del__` */
+        return; /* C++ has a reference to its C++ half, so it lives on: see `Work.__del__` */
     }
     PyObject_GC_UnTrack(work);
     for (int slot = 0; slot < SLOTS; slot++) {
@@ -85,7 +85,7 @@ work_dealloc(PyObject *work)
     }
 }
 
-/* Return a new Work with nothing in its slots. */
+/* Return a new Work with empty slots. */
 static PyObject *
 work_blank(void)
 {
@@ -104,7 +104,7 @@ work_blank(void)
     return work;
 }
 
-/* Return a Work with nothing in its slots: one that was dropped, or a new one. */
+/* Return a Work with empty slots: a reused one, or a new one. */
 static PyObject *
 work_spare(void)
 {
@@ -155,7 +155,7 @@ work_forget_helper(PyObject *work)
     Py_XSETREF(*work_slot(work, HELPER), Py_NewRef(Py_None));
 }
 
-/* Find where a type has its slots. */
+/* Find the offsets of the slots of a type. */
 static int
 find_slots(PyObject *type)
 {
@@ -175,7 +175,7 @@ find_slots(PyObject *type)
     return 0;
 }
 
-/* Whether the count of a Work's references grows with each box around its other half, and shrinks again. */
+/* Whether the reference count of a Work grows with each box around its C++ half, and shrinks again. */
 static int
 counts_boxes(PyObject *work)
 {
@@ -189,7 +189,7 @@ counts_boxes(PyObject *work)
     return grows && work_count(work) == works.unshared;
 }
 
-/* Find out whether the count can be read: whether two new Works look alike, and boxes change it. */
+/* Test whether the count can be read: two new Works must look alike, and boxes must change it. */
 static int
 try_out(PyObject *first, PyObject *second)
 {

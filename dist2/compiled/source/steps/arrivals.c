@@ -1,5 +1,5 @@
-/* Arrivals: the counterpart of `transport.boards.arrivals.Arrivals`, which means the same. Its fences
-   are in fences.c. */
+/* Arrivals: the counterpart of `transport.boards.arrivals.Arrivals`, with the same behaviour. Its fences are in
+   fences.c. */
 
 #include "steps.h"
 
@@ -18,7 +18,7 @@ bind_words(PyObject *source, Py_buffer *memory)
     return memory->buf;
 }
 
-/* Read where the pieces of one kind lie. */
+/* Read the offsets of the pieces of one kind. */
 static int
 read_pieces(Pieces *pieces, PyObject *source)
 {
@@ -26,7 +26,7 @@ read_pieces(Pieces *pieces, PyObject *source)
     if (!PyArg_ParseTuple(source, "KKn;pieces have a base, a stride and a count", &base, &stride, &pieces->count)) {
         return -1;
     }
-    if (pieces->count < 2) { /* of two in a row the second waits for nobody who waits for the first */
+    if (pieces->count < 2) { /* two in a row: a wait for the second is never a wait for a waiter of the first */
         PyErr_Format(PyExc_ValueError, "pieces: need at least 2, got %zd", pieces->count);
         return -1;
     }
@@ -160,7 +160,7 @@ find_peer(const Arrivals *self, long rank)
     return -1;
 }
 
-/* Read for whom to wait: a rank, ALL or NOBODY. */
+/* Read a rank to wait for, ALL or NOBODY. */
 int
 read_whom(const Arrivals *self, long whom, Py_ssize_t *index)
 {

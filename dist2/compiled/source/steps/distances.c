@@ -1,15 +1,15 @@
-/* Distances: whether what another member has in its caches comes later than what is in memory, as where their cores have
-   no cache in common. No table of the system tells that to who runs on virtual cores, and it changes there from one
-   second to the next. So members that move much write a word now and then, each in a line of its own, and look how long
-   it takes to read the one that another has just written. */
+/* Distances: whether data in another member's caches arrives later than data in memory, as between cores without a
+   common cache. On virtual machines no table of the system tells that, and it changes from one second to the next.
+   So members that move much data write a word now and then, each in its own cache line, and measure the time to read
+   a word that another member has just written. */
 
 #include "steps.h"
 
-#define FAR_BYTES (16 << 10) /* where a call moves so many, it counts how far they come: */
+#define FAR_BYTES (16 << 10) /* calls that move so many measure the distance of the caches: */
 #define SELDOM 5             /* members look at one fence in so many, */
 #define LONG_BYTES (1 << 20) /* and at each of a call that moves so many */
 #define FAR_NS 70            /* to read a line: up to 40 from a core with a common cache, 80 and more from others */
-#define FAR_STEP 2           /* one from far counts for two that are not: some of the others share this one's core */
+#define FAR_STEP 2           /* one far member counts for two near ones: some of the others share this core */
 #define MOST_FAR 16
 
 static int
@@ -36,7 +36,7 @@ note_distance(Arrivals *self, size_t moved)
     int64_t before = monotonic_ns();
     uint64_t probe = atomic_load_explicit(&peer->words[PROBE], memory_order_relaxed);
     int64_t behind = monotonic_ns();
-    if (probe == peer->probe) { /* it has not been written since: this one's cache has it */
+    if (probe == peer->probe) { /* not written since: it is in this core's cache */
         return;
     }
     peer->probe = probe;

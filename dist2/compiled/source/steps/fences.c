@@ -1,5 +1,5 @@
-/* Fences: how a member comes to one, and waits for others. The counterpart in Python is
-   `dist2.backends.socket.transport.boards.arrivals.Arrivals`, which means the same. */
+/* Fences: publishing one, and waiting for the other members. The counterpart in Python is
+   `dist2.backends.socket.transport.boards.arrivals.Arrivals`, with the same behaviour. */
 
 #include "steps.h"
 
@@ -10,29 +10,29 @@
 
 #define PHASES (UINT64_C(1) << (64 - PRINT_BITS))
 
-/* SLEEPING: a nap's number, the fence waited for, and for whom: 1 for all, a rank and 2 for one. 0: awake. */
+/* SLEEPING: a nap's number, the awaited fence, and the awaited members: 1 for all, a rank and 2 for one. 0: awake. */
 #define PHASE_BITS (64 - PRINT_BITS)
 #define WHOM_BITS 16
 #define FOR_ALL 1
 #define FOR_ONE 2
 
-#define LOOK_NS INT64_C(5000000) /* how often who does not wait for all sees to it that all are well: in Python */
+#define LOOK_NS INT64_C(5000000) /* how often a wait for fewer than all checks the health of all, in Python */
 #define YIELD_BUDGET_NS INT64_C(2000000)
 #define DOZE_NS INT64_C(4000000) /* from the beginning of the wait; after that Python sleeps */
 #define LONG_NAP 512
-#define LONG_NAP_IN_CROWDS 64 /* where more than so many members share a core: all wait for who sleeps in vain */
+#define LONG_NAP_IN_CROWDS 64 /* where more than so many share a core: a useless sleep delays all of them */
 #define CROWD 4
-#define LASTING_NS INT64_C(20000000) /* within which two yields have to be slow: a thread of the system takes one */
-#define SLOW_WAKE_NS INT64_C(200000) /* from the ring until it runs: */
-#define SLOW_WAKES 3                 /* after so many in a row it does not sleep for slow yields, */
-#define AWAKE_NS INT64_C(20000000)   /* for so long; twice as long if it is still so then, and so on, */
-#define LONG_AWAKE_NS INT64_C(2000000000) /* up to this */
-#define PATIENT 25 /* as often a waiter yields while nobody else is known to use the cores */
-#define YIELD_BYTES 512          /* for so many that others move, one yield more before sleeping */
-#define SLOW_BYTES (768.0 * 1024) /* what members move in the time of a slow yield */
-#define FEW_LOOKS 8 /* with the interpreter lock: giving it up costs as much as they do */
+#define LASTING_NS INT64_C(20000000) /* within which two yields have to be slow: one may be a thread of the system */
+#define SLOW_WAKE_NS INT64_C(200000) /* from the wake-up call until it runs: */
+#define SLOW_WAKES 3                 /* after so many in a row slow yields cause no sleep, */
+#define AWAKE_NS INT64_C(20000000)   /* for this time; twice as long if wake-ups are still slow, and so on, */
+#define LONG_AWAKE_NS INT64_C(2000000000) /* up to this time */
+#define PATIENT 25 /* factor on the yields of a waiter while no other process is known to use the cores */
+#define YIELD_BYTES 512          /* one more yield before sleeping for each so many bytes that others move */
+#define SLOW_BYTES (768.0 * 1024) /* bytes that members move in the time of a slow yield */
+#define FEW_LOOKS 8 /* with the interpreter lock: releasing it costs as much as they do */
 
-/* Whether a member has come to a fence, and called the same there and before. */
+/* Whether a member has come to a fence, with the same fingerprint there and before. */
 static inline int
 has_come(Arrivals *self, Peer *peer, uint64_t phase)
 {
@@ -47,7 +47,7 @@ has_come(Arrivals *self, Peer *peer, uint64_t phase)
     return 1;
 }
 
-/* Whether a member's word of a fence stands in its page, whatever it called. */
+/* Whether a member's word of a fence is in its page, regardless of its fingerprint. */
 static inline int
 is_at(const Peer *peer, uint64_t phase)
 {
@@ -55,7 +55,7 @@ is_at(const Peer *peer, uint64_t phase)
     return word >> PRINT_BITS == phase % PHASES;
 }
 
-/* Members that are waited for: those behind the first and before the absent may not have come to a fence. */
+/* Awaited members: those from `first` up to `absent` may not have come to the fence. */
 typedef struct {
     Py_ssize_t first, absent;
     uint64_t phase;
@@ -70,7 +70,7 @@ awaited_of(const Arrivals *self, Py_ssize_t whom, uint64_t phase)
     return whom == NOBODY ? (Awaited){0, 0, phase} : (Awaited){whom, whom + 1, phase};
 }
 
-/* Whether those that are waited for have come. */
+/* Whether the awaited members have come. */
 static inline int
 have_come(Arrivals *self, Awaited *awaited)
 {
@@ -80,7 +80,7 @@ have_come(Arrivals *self, Awaited *awaited)
     return awaited->absent == awaited->first;
 }
 
-/* Whether a member that sleeps may go on, as this one has come to its last fence. */
+/* Whether a sleeping member can continue, because this one has come to its last fence. */
 static int
 frees(const Arrivals *self, const Peer *sleeper, uint64_t sleeping)
 {
@@ -99,8 +99,8 @@ frees(const Arrivals *self, const Peer *sleeper, uint64_t sleeping)
     return 1;
 }
 
-/* Wake the members that may go on, once for each of their naps: of several that come together at least one sees the
-   words of all, as each published its own first. */
+/* Wake the members that can continue, once for each of their naps. Of several members that come at the same time at
+   least one sees the words of all, as each published its own first. */
 static void
 ring_sleepers(Arrivals *self)
 {
@@ -113,12 +113,12 @@ ring_sleepers(Arrivals *self)
         peer->rung = sleeping;
         atomic_store_explicit(&self->own[RANG], (uint64_t)monotonic_ns(), memory_order_relaxed);
         if (write(peer->bell, "!", 1) < 0) {
-            continue; /* full: it is about to wake anyway; broken: it is dead, which its watchers tell */
+            continue; /* full: it is about to wake anyway; broken: it is dead, and its watchers report that */
         }
     }
 }
 
-/* Have somebody's turn come between two yields; 0, or -1 with an exception. */
+/* Run the attending function between two yields; 0, or -1 with an exception. */
 static int
 give_turn(const Waiter *waiter)
 {
@@ -134,8 +134,8 @@ give_turn(const Waiter *waiter)
     return 0;
 }
 
-/* Return how often to yield: longer while others move much. Who slept meanwhile would be woken late, as a core with
-   nothing to do goes to sleep as well. */
+/* Return how often to yield: longer while others move much data. A member that slept meanwhile would wake late,
+   because an idle core goes to sleep as well. */
 static long
 yields_for(const Arrivals *self, size_t moved)
 {
@@ -143,7 +143,7 @@ yields_for(const Arrivals *self, size_t moved)
     return more < (size_t)(LONG_MAX - self->yields) ? self->yields + (long)more : LONG_MAX;
 }
 
-/* Note what yields have told of this member's core, and let the others know. */
+/* Record whether slow yields show another user of this member's core, and publish it. */
 static void
 note_crowd(Arrivals *self, long nap)
 {
@@ -156,7 +156,7 @@ note_crowd(Arrivals *self, long nap)
     atomic_store_explicit(&self->own[CROWDED], (uint64_t)crowded, memory_order_relaxed);
 }
 
-/* Whether one that is waited for has to share its core with somebody else, as far as is known. */
+/* Whether an awaited member is known to share its core with another process. */
 static int
 waits_for_crowded(const Arrivals *self, const Awaited *awaited)
 {
@@ -176,7 +176,7 @@ longer_nap(const Arrivals *self)
     return 2 * self->nap < most ? 2 * self->nap : most;
 }
 
-/* Whether a slow yield tells that somebody else wants this core for longer, and sleeping would help. */
+/* Whether a slow yield shows another process that needs this core for longer, so that sleeping helps. */
 static int
 is_wanted(Arrivals *self, int64_t now)
 {
@@ -185,17 +185,17 @@ is_wanted(Arrivals *self, int64_t now)
     return lasting && now > self->awake_until_ns;
 }
 
-/* Yield until those that are waited for have come or it is time to sleep: 1, 0, or -1 with an exception. While nobody
-   else uses the cores it does so for long: where each member has a session of its own, the kernel gives the core back
-   to who yields until that has used as much of it as the others, and a member that slept in place of that would stay
-   behind them, to yield in vain and to be woken at fence after fence. */
+/* Yield until the awaited members have come or it is time to sleep: 1, 0, or -1 with an exception. While no other
+   process uses the cores this goes on for long. If each member has a session of its own, the kernel returns the core
+   to a yielding member until that member has used as much time as the others. A member that slept instead would stay
+   behind in that count, and would yield in vain and be woken at fence after fence. */
 static int
 yield_until(Arrivals *self, Awaited *awaited, const Waiter *waiter)
 {
     int64_t start = monotonic_ns(), now = start, budget = self->sleepy ? 0 : YIELD_BUDGET_NS;
     long left = waiter->attend == NULL ? yields_for(self, waiter->moved) : LONG_MAX;
     int turns = self->crowded ? 1 : PATIENT;
-    double more = (double)waiter->moved / SLOW_BYTES; /* twice as long at most, or who wants the core is not noticed */
+    double more = (double)waiter->moved / SLOW_BYTES; /* at most twice: another user must be noticed */
     int64_t slow_ns = self->slow_ns + (int64_t)((double)self->slow_ns * (more < 1.0 ? more : 1.0));
     spread(self, now);
     if (self->sleepy) {
@@ -231,7 +231,7 @@ yield_until(Arrivals *self, Awaited *awaited, const Waiter *waiter)
     return 0;
 }
 
-/* Return what SLEEPING says of a nap that begins. */
+/* Return the value of SLEEPING for a nap that begins. */
 static uint64_t
 begin_nap(Arrivals *self, long whom, uint64_t phase)
 {
@@ -240,7 +240,7 @@ begin_nap(Arrivals *self, long whom, uint64_t phase)
     return self->naps << (WHOM_BITS + PHASE_BITS) | phase % PHASES << WHOM_BITS | code;
 }
 
-/* Return for how long somebody has rung since a moment; 0 if nobody has. */
+/* Return the time since the last wake-up call after a given time; 0 if there was none. */
 static int64_t
 rung_for(const Arrivals *self, int64_t since_ns, int64_t now)
 {
@@ -254,10 +254,10 @@ rung_for(const Arrivals *self, int64_t since_ns, int64_t now)
     return rang < since_ns ? 0 : now - rang;
 }
 
-/* Note how long it took to wake. Where somebody else has the core, the kernel hands it over within microseconds. Where
-   a virtual machine has to get its core back first, which others use as well, it may take a millisecond each time, and
-   to give up the core only as long as it takes to yield is better. Where members share cores (and do not spin), who
-   wakes may just have to wait for another member. */
+/* Record how long it took to wake. If another process has the core, the kernel hands it over within microseconds. If
+   a virtual machine first has to get its core back from other users, that may take a millisecond each time, and it
+   is better to give up the core only for a yield. If members share cores (and do not spin), a woken member may just
+   have to wait for another one. */
 static void
 note_wake(Arrivals *self, int64_t slept_ns)
 {
@@ -280,8 +280,8 @@ note_wake(Arrivals *self, int64_t slept_ns)
     note_crowd(self, SHORT_NAP);
 }
 
-/* Sleep on the doorbell for a few milliseconds: 1 if those that are waited for have come, 0 if Python has to look
-   after the rest. */
+/* Sleep on the doorbell for a few milliseconds: 1 if the awaited members have come, 0 if Python has to continue the
+   wait. */
 static int
 doze_until(Arrivals *self, Awaited *awaited, Lock *lock)
 {
@@ -290,7 +290,7 @@ doze_until(Arrivals *self, Awaited *awaited, Lock *lock)
     give_up_lock(lock);
     while (!atomic_load_explicit(&self->stopped, memory_order_relaxed) && (now = monotonic_ns()) < end) {
         atomic_store_explicit(&self->own[SLEEPING], begin_nap(self, self->whom, awaited->phase), memory_order_relaxed);
-        atomic_thread_fence(memory_order_seq_cst); /* the nap must be seen before the words are read again */
+        atomic_thread_fence(memory_order_seq_cst); /* publish the nap before reading the words again */
         if (!have_come(self, awaited)) {
             struct pollfd bell = {.fd = self->bell, .events = POLLIN};
             poll(&bell, 1, 1 + (int)((end - now) / 1000000));
@@ -308,7 +308,7 @@ doze_until(Arrivals *self, Awaited *awaited, Lock *lock)
     return 0;
 }
 
-/* Have Python wait for what is sought. */
+/* Let Python wait for the awaited fence. */
 static int
 wait_in_python(const Waiter *waiter)
 {
@@ -318,7 +318,7 @@ wait_in_python(const Waiter *waiter)
     return done == NULL ? -1 : 0;
 }
 
-/* Wait for those that have not come at the first look: 0, or -1 with an exception. */
+/* Wait for the members that were absent at the first look: 0, or -1 with an exception. */
 static int
 wait_longer(Arrivals *self, Awaited awaited, Py_ssize_t whom, const Waiter *waiter)
 {
@@ -370,7 +370,7 @@ reach(Arrivals *self, uint64_t phase, uint64_t more, const Waiter *waiter)
     return wait_for(self, ALL, phase + more < self->phase ? phase + more : self->phase, waiter);
 }
 
-/* Whether somebody called something else, or is in trouble, or it is time to look whether all live. */
+/* Whether a member has another fingerprint or reports a failure, or a check of all members is due. */
 static int
 is_troubled(Arrivals *self)
 {
@@ -398,8 +398,8 @@ int
 come(Arrivals *self, const Label *label, Py_ssize_t whom, const Waiter *waiter)
 {
     uint64_t phase = self->phase + 1;
-    /* Its word takes the place of an older one, which all must have read; and nobody may be so far behind that it
-       would not see what this member called before. */
+    /* This word overwrites an older one, which all must have read. And no member may be so far behind that it would
+       miss this member's earlier fingerprints. */
     if (phase >= WINDOW && reach(self, phase - WINDOW + 1, WINDOW / 2, waiter) < 0) {
         return -1;
     }
@@ -409,7 +409,7 @@ come(Arrivals *self, const Label *label, Py_ssize_t whom, const Waiter *waiter)
     self->called = 0;
     atomic_store_explicit(&self->own[phase % RING], (phase % PHASES) << PRINT_BITS | label->print,
                           memory_order_release);
-    /* The word must be out before a peer's sleep flag is read. */
+    /* Publish the word before reading a peer's sleep flag. */
     atomic_thread_fence(memory_order_seq_cst);
     ring_sleepers(self);
     if (whom != ALL && is_troubled(self)) {

@@ -11,9 +11,9 @@
 #endif
 #define FOLD_BLOCK 4096 /* bytes */
 
-/* Sums of `count` vectors, which must be known to the compiler. `dst` may be any of them. The pragma says that no
-   iteration needs what another one writes: so it is, as vectors are the same or apart. Signed sums wrap, so they are
-   made without sign. */
+/* Sums of `count` vectors; the compiler must know `count`. `dst` may be any of them. The pragma asserts that no
+   iteration reads the result of another, which holds because vectors are equal or disjoint. Signed sums wrap, so
+   they are computed as unsigned ones. */
 #define DEFINE_SOME(name, type, finish)                                                                       \
     static inline __attribute__((always_inline)) void name##_some(                                            \
         type *dst, const type *const *srcs, const Py_ssize_t count, size_t numel, type divisor)               \
@@ -43,8 +43,8 @@
     }
 #define FEW 5
 
-/* Sums of any number of vectors: block by block, a few vectors at a time. What they come to so far stays in the cache,
-   and not in `dst`, which may be a vector that is still to come. */
+/* Sums of any number of vectors: block by block, a few vectors at a time. Partial sums stay in the cache, and not in
+   `dst`, which may be a vector that is still to be added. */
 #define DEFINE_SUM(name, partial, type)                                                                       \
     FOR_EACH_CPU static void name(                                                                            \
         void *dst, const void *const *srcs, Py_ssize_t count, size_t numel, double divisor)                   \

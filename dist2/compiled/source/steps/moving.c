@@ -1,6 +1,6 @@
-/* Moves of memory: copies in this process, and what the kernel reads out of other processes. Those that go backwards go
-   block by block from the end on, with several blocks in one call of the kernel. What is long and concerns nobody else
-   is stored past the caches: sweeping.c. */
+/* Moves of memory: copies in this process, and reads of other processes' memory by the kernel. Backward moves go
+   block by block from the end, with several blocks in one system call. Long copies that no other member reads are
+   stored past the caches: sweeping.c. */
 
 #include "script.h"
 
@@ -8,19 +8,19 @@
 #include <string.h>
 #include <sys/uio.h>
 
-#define BLOCK (128 << 10) /* bytes: what lies in a cache is found in either order, and calls stay few */
-#define MOST_BLOCKS 32    /* that one call of the kernel moves */
+#define BLOCK (128 << 10) /* bytes: it fits a cache, where order does not matter, and calls stay few */
+#define MOST_BLOCKS 32    /* in one system call */
 
-#define PAST_BYTES (1 << 20) /* of a copy that goes past the caches: shorter ones may be found there by the next call */
+#define PAST_BYTES (1 << 20) /* of a copy past the caches: the next call may find shorter ones there */
 
-/* Return how long the last block is of so many bytes: blocks are counted from the beginning. */
+/* Return the length of the last block of so many bytes: blocks are counted from the beginning. */
 static size_t
 last_block(size_t nbytes)
 {
     return (nbytes - 1) % BLOCK + 1;
 }
 
-/* Copy blocks from the end on; return how many bytes are left. */
+/* Copy blocks from the end; return how many bytes are left. */
 static size_t
 copy_last(char *dst, const char *src, size_t nbytes, void (*copy_block)(char *, const char *, size_t))
 {
@@ -120,7 +120,7 @@ there_of(const Step *step)
     return (char *)(uintptr_t)step->src.at;
 }
 
-/* Move the first bytes of a step, from the first one on; the kernel moves less than 2 GiB at a time. */
+/* Move the first bytes of a step, in ascending order; the kernel moves less than 2 GiB at a time. */
 static int
 move_forwards(const Step *step, size_t nbytes)
 {
@@ -159,7 +159,7 @@ move_all(const Step *step)
     ssize_t left = (ssize_t)step->nbytes;
     while (step->way == BACKWARDS && left > BLOCK) {
         left = move_last(step, (size_t)left);
-        if (left < 0) { /* it may have stopped half way: that is found out from the beginning */
+        if (left < 0) { /* it may have stopped half way: a retry from the beginning shows it */
             return move_forwards(step, step->nbytes);
         }
     }
@@ -173,6 +173,6 @@ move(const Step *step)
     if (move_all(step) < 0) {
         return -1;
     }
-    /* Once a process has ended, its number may be another's, out of whose memory these bytes came. */
+    /* After the end of a process its id may belong to another one, and the bytes be that one's. */
     return step->pidfd >= 0 && poll(&process, 1, 0) != 0 ? -1 : 0;
 }

@@ -1,5 +1,5 @@
-/* What fences and the log of calls need of an operation. Where its type has members in C, as `Record` has, they are
-   read where they lie: asking for five attributes, each through its type, took an eighth of a small call. */
+/* Attributes of an operation that fences and the log of calls need. If its type has members in C, as `Record` has,
+   they are read from its memory: asking for five attributes, each through its type, took an eighth of a small call. */
 
 #include "steps.h"
 
@@ -19,14 +19,14 @@ static struct {
     [PLACES_OF] = {"places", T_ULONGLONG, NULL},
 };
 
-/* The type of the operation that was read last, and where it has its members. */
+/* The type of the last operation, and the offsets of its members. */
 static struct {
     PyTypeObject *type;
     int knows; /* has all of them in C */
     Py_ssize_t at[MEMBERS];
 } last;
 
-/* Whether the members of an operation are where `last` says. */
+/* Whether `last` has the offsets of an operation's members. */
 static int
 is_known(PyObject *operation)
 {
@@ -63,7 +63,7 @@ read_print(PyObject *signature, uint64_t *print)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Ask an operation for what a call publishes. */
+/* Ask an operation for the label that its call publishes. */
 static int
 ask_for_label(PyObject *operation, Label *label)
 {

@@ -1,4 +1,4 @@
-/* What goes over a rail while a script runs: its messages, and what both sides report of their credit. */
+/* Traffic of a rail while a script runs: messages, and the credit reports of both sides. */
 
 #include "rails.h"
 
@@ -11,7 +11,7 @@
 
 #define YIELDS 8
 #define WAIT_MS 1
-#define TURN_NS 2000000 /* how long a script runs before Python looks around */
+#define TURN_NS 2000000 /* how long a script runs before Python does its checks */
 #define MOST_POLLED 64
 
 enum { SEQ_AT = 16, TOTAL_AT = 48 };
@@ -31,14 +31,14 @@ stall(Rail *self)
     return 1;
 }
 
-/* Whether Python is to look around. */
+/* Whether it is time for Python's checks. */
 static int
 is_over(Rail *self)
 {
     return monotonic_ns() - self->turn_ns > TURN_NS;
 }
 
-/* Write something; return how many bytes went, 0 where there is no room. */
+/* Write bytes; return how many were written, 0 if there is no room. */
 static size_t
 write_some(Rail *self, struct iovec *parts, size_t count)
 {
@@ -54,7 +54,7 @@ write_some(Rail *self, struct iovec *parts, size_t count)
     return 0;
 }
 
-/* Report what was received, if it is time to; 0 if the frame is not out. */
+/* Report received bytes, if a report is due; 0 if the frame is not written completely. */
 static int
 report(Rail *self)
 {
@@ -71,7 +71,7 @@ report(Rail *self)
         self->owed = 0;
     }
     self->credit_done += write_some(self, &part, 1);
-    if (self->credit_done == 0) { /* no byte of it is out: what it says may still grow */
+    if (self->credit_done == 0) { /* no byte of it is written: its value may still grow */
         memcpy(&self->owed, self->credit + TOTAL_AT, sizeof self->owed);
         self->credit_done = FRAME_BYTES;
         return 0;
@@ -79,7 +79,7 @@ report(Rail *self)
     return self->credit_done == FRAME_BYTES;
 }
 
-/* Write what there is room and credit for; 1 if more is to be written once there is room. */
+/* Write as much as room and credit allow; 1 if more is to be written once there is room. */
 static int
 push(Rail *self)
 {
@@ -154,7 +154,7 @@ send_parcel(Rail *self, const Parcel *parcel)
     return 0;
 }
 
-/* Read something of a frame; 1 if something came. */
+/* Read bytes of a frame; 1 if any came. */
 static int
 read_some(Rail *self, char *at, size_t missing)
 {
@@ -170,7 +170,7 @@ read_some(Rail *self, char *at, size_t missing)
     return 0;
 }
 
-/* Act on a header: 1 if it is that of the message, 0 if it was a report of credit, -1 if it is another. */
+/* Act on a header: 1 if it is that of the message, 0 if it was a credit report, -1 if it is another. */
 static int
 act_on_header(Rail *self, const Parcel *parcel)
 {
@@ -191,8 +191,8 @@ act_on_header(Rail *self, const Parcel *parcel)
     return 0;
 }
 
-/* Read a header, whose message is to be this one (if one is given), and what credit is reported before it: 1 if it is
-   here, 0 if nothing more has come, -1 if it is another. */
+/* Read the header of a given message, or NULL for none, and any credit reports before it: 1 if it is here, 0 if
+   nothing more has come, -1 if it is another. */
 static int
 take_header(Rail *self, const Parcel *parcel)
 {
@@ -212,7 +212,7 @@ take_header(Rail *self, const Parcel *parcel)
     return 1;
 }
 
-/* Look whether credit is reported, where that is what is waited for; 1 if it may still come. */
+/* Read a credit report, if the next message waits for credit; 1 if one may still come. */
 static int
 look_for_credit(Rail *self)
 {
@@ -222,7 +222,7 @@ look_for_credit(Rail *self)
     return take_header(self, NULL) == 0 && !self->broken;
 }
 
-/* Read what has come of a message: 1 if it is all here, -1 if it is another. */
+/* Read the bytes of a message that have come: 1 if it is complete, -1 if it is another. */
 static int
 take(Rail *self, const Parcel *parcel)
 {
@@ -234,7 +234,7 @@ take(Rail *self, const Parcel *parcel)
     return found;
 }
 
-/* Wait for a moment until something comes on a rail (if one is given), or can be written on any; 1 if nothing does. */
+/* Wait for a moment until bytes come on a rail (if one is given), or any rail can be written; 1 if nothing does. */
 static int
 wait_some(const Rail *incoming, const Rails *rails, int *yields)
 {
@@ -264,7 +264,7 @@ int
 see_off(Rail *self, long last, const Rails *rails)
 {
     int yields = 0;
-    if (self->out < 0) { /* Python has what is under way */
+    if (self->out < 0) { /* Python has the unfinished messages */
         return 1;
     }
     while (self->first < self->last && self->queue[self->first].number <= last) {

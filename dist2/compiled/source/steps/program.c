@@ -1,6 +1,6 @@
-/* A program that is run as one script or another: by the half of the slots whose turn it is, or by the parity of its
-   first fence; and where there are twice as many, by one half of them and the other in turn. What a script cannot do
-   is left to Python, as are calls that there is no script for yet: dist2/backends/socket/flat.py and single_copy.py. */
+/* A program selects one of several scripts for a call: by the half of the slots that is next, or by the parity of
+   its first fence; with four scripts, by this and by alternating pairs. Python runs steps that a script cannot do,
+   and calls without a script: dist2/backends/socket/flat.py and single_copy.py. */
 
 #include "steps.h"
 
@@ -11,16 +11,16 @@ typedef struct {
     vectorcallfunc call;
     Arrivals *arrivals;
     PyObject *first;      /* called where there is no script */
-    PyObject *stopped;    /* called with where a script stopped */
-    PyObject *failed;     /* called with what a script raised, unless it is None */
+    PyObject *stopped;    /* called with the number of the step that stopped a script */
+    PyObject *failed;     /* called with a script's exception, unless it is None */
     PyObject *scripts[MOST_SCRIPTS]; /* or None */
     int count; /* of scripts: 2 or 4 */
     char by_parity;
-    char other; /* the last call took one of the latter two */
+    char other; /* the last call took one of scripts 2 and 3 */
     PyObject *weakrefs;
 } Program;
 
-/* Tell of what a script raised, which goes on. */
+/* Report a script's exception, which stays set. */
 static void
 tell_failure(Program *self, unsigned long long phase)
 {
@@ -33,7 +33,7 @@ tell_failure(Program *self, unsigned long long phase)
     go_on(error);
 }
 
-/* Run a script, and let Python go on where it stops. */
+/* Run a script, and let Python continue where it stops. */
 static PyObject *
 run_script(Program *self, PyObject *script, int which, PyObject *const *call)
 {
@@ -157,7 +157,7 @@ program_get_scripts(Program *self, void *Py_UNUSED(none))
     return scripts;
 }
 
-/* Whether a value is what a program runs: two or four scripts, some of which may be None. */
+/* Whether a value is valid as scripts of a program: two or four scripts, some of which may be None. */
 static int
 are_scripts(PyObject *value)
 {

@@ -1,9 +1,9 @@
-/* Rails: what a script sends to one member on another host, and receives of it, over a socket. The counterpart, one
-   message at a time, is `SocketSend` and `SocketTake`; see transport/messages/rails.py.
+/* Rails: messages of a script to and from one member on another host, over a socket. The counterpart for single
+   messages is `SocketSend` and `SocketTake`; see transport/messages/rails.py.
 
-   A rail is open while a script runs. It then has the sockets for itself, and keeps the account of the credit. What
-   it cannot do, or what does not come in a moment, stops the script: Python closes the rail, which hands over what
-   is under way, and goes on by the long way. */
+   A rail is open while a script runs. It then has exclusive use of the sockets, and keeps the account of the credit.
+   If it cannot do a step, or a message does not come within a moment, the script stops: Python closes the rail,
+   takes over unfinished messages, and continues on the long path. */
 
 #include "rails.h"
 
@@ -72,7 +72,7 @@ rail_open(Rail *self, PyObject *args)
         PyErr_SetString(PyExc_RuntimeError, "the rail is open");
         return NULL;
     }
-    self->out = fcntl(out, F_DUPFD_CLOEXEC, 0); /* whoever drops the link may do so meanwhile */
+    self->out = fcntl(out, F_DUPFD_CLOEXEC, 0); /* the owner of the link may drop it meanwhile */
     self->in = in == out ? self->out : fcntl(in, F_DUPFD_CLOEXEC, 0);
     if (self->out < 0 || self->in < 0) {
         close_descriptors(self);
@@ -114,7 +114,7 @@ rail_go_on(Rail *self, PyObject *Py_UNUSED(none))
     Py_RETURN_NONE;
 }
 
-/* List the messages that are not out: how many bytes of each are, header included, and which it is. */
+/* List the unsent messages: the written bytes of each, header included, and its number. */
 static PyObject *
 unsent(const Rail *self)
 {

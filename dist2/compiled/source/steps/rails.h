@@ -1,4 +1,4 @@
-/* Messages of scripts: rails.c opens and closes what they travel on, parcels.c sends and receives them. */
+/* Messages of scripts: rails.c opens and closes rails, parcels.c sends and receives over them. */
 
 #ifndef DIST2_RAILS_H
 #define DIST2_RAILS_H
@@ -15,31 +15,31 @@ typedef struct {
     long number;
 } Outgoing;
 
-/* What a script sends to one member on another host, and receives of it. */
+/* A connection for messages of a script to and from one member on another host. */
 typedef struct {
     PyObject_HEAD
-    int out, in; /* descriptors of its own; -1: it is closed */
+    int out, in; /* its own descriptors; -1: it is closed */
     uint64_t seq;
     long long used, owed, limit, reported, cost;
     char template[FRAME_BYTES]; /* of a frame that reports credit, */
-    char credit[FRAME_BYTES];   /* one that is on its way, */
-    size_t credit_done;         /* and how much of it is; FRAME_BYTES: there is none */
+    char credit[FRAME_BYTES];   /* the credit report that is being written, */
+    size_t credit_done;         /* and how many of its bytes are; FRAME_BYTES: no report */
     Outgoing *queue;
     size_t first, last, room;
-    char staged[FRAME_BYTES]; /* the header of what is coming in, */
-    size_t filled;            /* and how much has come, of header and payload */
-    char known;               /* it is that of the message that is received */
-    long kept;                /* messages that Python has, which come before what the socket has */
+    char staged[FRAME_BYTES]; /* the incoming header, */
+    size_t filled;            /* and how many bytes have come, of header and payload */
+    char known;               /* the header is that of the awaited message */
+    long kept;                /* messages that Python has, which come before those in the socket */
     unsigned long long moved;    /* bytes, in both directions */
     unsigned long long received; /* messages, since it was opened */
     long long turn_ns;
-    char stalled; /* it stopped the script, but may go on */
-    char broken;  /* the other side is gone, or something else comes than what it knows */
+    char stalled; /* it stopped the script, but can continue */
+    char broken;  /* the other side is gone, or an unknown frame came */
 } Rail;
 
 extern PyTypeObject RailType;
 
-/* A message: what its header is but for the number of the operation, and where its payload lies. */
+/* A message: its header without the number of the operation, and the address of its payload. */
 typedef struct {
     const char *header;
     char *payload;
@@ -47,13 +47,13 @@ typedef struct {
     long number; /* among the messages of the plan */
 } Parcel;
 
-/* The rails that a script uses: who waits for one writes on on all of them. */
+/* The rails of a script. A wait for one of them continues the writes on all of them. */
 typedef struct {
     Rail **each;
     Py_ssize_t count;
 } Rails;
 
-/* Have a message sent, as soon as the socket and the credit allow; 0, or 1 if that stops the script. */
+/* Send a message as soon as the socket and the credit allow; 0, or 1 if that stops the script. */
 int send_parcel(Rail *rail, const Parcel *parcel);
 
 /* Receive a message; 0, or 1 if that stops the script. */

@@ -4,7 +4,7 @@
 
 #include <string.h>
 
-/* Return where the region of a member begins, which is where its words are; NULL with an exception. */
+/* Return the start of a member's region, where its control words are; NULL with an exception. */
 static Word *
 region_of(const Arrivals *arrivals, long rank)
 {
@@ -15,7 +15,7 @@ region_of(const Arrivals *arrivals, long rank)
     return peer < 0 ? NULL : arrivals->peers[peer].words;
 }
 
-/* Read a place, and note which tensor it lies in. */
+/* Read a place, and mark its tensor as used. */
 static int
 read_place(Script *self, PyObject *source, Place *place)
 {
@@ -237,7 +237,7 @@ read_lent(Script *self, PyObject *args, Step *step)
     return 0;
 }
 
-/* Read a number that members tell each other. */
+/* Read a number that members publish to each other. */
 static int
 read_number(PyObject *args, Step *step)
 {
@@ -259,7 +259,7 @@ read_shared(Script *self, PyObject *args, Step *step)
     return read_place(self, place, &step->dst);
 }
 
-/* Note that a step uses a rail. */
+/* Add a rail to those that the script uses. */
 static int
 add_rail(Script *self, Rail *rail)
 {

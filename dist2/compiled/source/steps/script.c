@@ -1,7 +1,7 @@
 /* `Script`: the steps of one program with their addresses bound.
 
-   A run does them one after the other. Whatever it cannot do stops it: it returns the number of that step, which its
-   caller does in Python, and goes on behind it. */
+   A run executes them in order. A step that it cannot do stops it: it returns the number of that step, its caller
+   does the step in Python, and the run continues behind it. */
 
 #include "dlpack.h"
 #include "script.h"
@@ -9,8 +9,8 @@
 static PyObject *str_data_ptr;
 static PyTypeObject ScriptType;
 
-/* Tensors of exactly this type are read by these functions: what Python is asked for otherwise costs more, the more
-   so where its code is not in the caches. */
+/* The type of tensors that these functions read. Asking Python costs more, above all if its code is not in the
+   caches. */
 static PyObject *plain_type;
 static ExchangeApi *plain_api;
 
@@ -77,7 +77,7 @@ moved_by(const Script *self)
     return nbytes;
 }
 
-/* Refuse what would never be done. */
+/* Refuse steps in an order in which they would never run. */
 static int
 check_order(const Script *self)
 {
@@ -131,8 +131,7 @@ script_init(Script *self, PyObject *args, PyObject *kwargs)
     return check_order(self);
 }
 
-/* Return where a tensor lies, if whoever made the call has found it out; `at` is where it is likely to be among those.
-   NULL if not. */
+/* Return the address of a tensor, if the caller has read it; `at` is its likely index. NULL if not. */
 static inline const Span *
 find_span(const Places *places, PyObject *tensor, Py_ssize_t at)
 {
@@ -150,7 +149,7 @@ find_span(const Places *places, PyObject *tensor, Py_ssize_t at)
     return NULL;
 }
 
-/* Find where the elements of a tensor begin. */
+/* Find the address of a tensor's elements. */
 static int
 find_base(const Run *run, PyObject *tensor, Py_ssize_t at, uint64_t *base)
 {
@@ -165,7 +164,7 @@ find_base(const Run *run, PyObject *tensor, Py_ssize_t at, uint64_t *base)
             *base = (uintptr_t)view.data + view.offset;
             return 0;
         }
-        PyErr_Clear(); /* it is in a state of which only Python can tell */
+        PyErr_Clear(); /* only Python can describe its state */
     }
     PyObject *address = PyObject_CallMethodNoArgs(tensor, str_data_ptr);
     if (address == NULL) {
@@ -176,7 +175,7 @@ find_base(const Run *run, PyObject *tensor, Py_ssize_t at, uint64_t *base)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Find where the tensors of one side lie. */
+/* Find the addresses of the inputs or of the outputs. */
 static int
 find_bases(Run *run, PyObject *tensors, Py_ssize_t first, Py_ssize_t stop, uint64_t shift)
 {
@@ -225,7 +224,8 @@ run_on(Run *run, PyObject *inputs, PyObject *outputs, uint64_t shift, Py_ssize_t
     return stopped;
 }
 
-/* Run a call from a step on; return the number of the one that stopped it, or of all, or -1 with an exception. */
+/* Run a call from a step on; return the number of the step that stopped it, or the number of steps, or -1 with an
+   exception. */
 static Py_ssize_t
 run_call(Script *self, PyObject *const *call, uint64_t shift, Py_ssize_t at)
 {

@@ -10,34 +10,34 @@
 #include <sys/uio.h>
 
 #define WAIT_MS 1
-#define TURN_NS 2000000 /* how long it takes before Python looks around */
+#define TURN_NS 2000000 /* how long it takes before Python does its checks */
 
 enum { NBYTES_AT = 4, TAG_AT = 24, TRANSFER_AT = 40 };
 
 /* A message on its way. */
 typedef struct {
-    int fd, back;             /* what it goes over, and what goes the other way */
-    const char *announcement; /* it carries the sender's number; where the message is received any will do */
-    const char *consent;      /* what the receiver says then, */
-    const char *header;       /* and of each segment, but for where it begins and how long it is */
+    int fd, back;             /* descriptor of the payload, and that of the opposite direction */
+    const char *announcement; /* its header, with the sender's number; the receiver accepts any number */
+    const char *consent;      /* the receiver's answer, */
+    const char *header;       /* and the header of each segment, without its offset and length */
     char *payload;
-    size_t nbytes, longest, done; /* `done`: of all headers and segments, one after the other */
-    size_t asked;                 /* of the announcement on the one side, of the consent on the other */
+    size_t nbytes, longest, done; /* `done`: of all headers and segments together */
+    size_t asked;                 /* sent bytes of the announcement on the one side, of the consent on the other */
     uint64_t number;
     int agreed;
-    char *staged;  /* a header that is not complete, or another one than expected, */
-    size_t filled; /* and how much of it is here */
+    char *staged;  /* an incomplete or unexpected header, */
+    size_t filled; /* and the number of its bytes that have come */
     long long start_ns;
 } Payload;
 
-/* The segment that is under way. */
+/* The segment that is being moved. */
 typedef struct {
     char header[FRAME_BYTES];
     char *at;
     size_t length, inside; /* `inside` counts the header as well */
 } Segment;
 
-/* Find the segment that is under way; 0 if there is none any more. */
+/* Find the segment that is being moved; 0 if all are done. */
 static int
 find_segment(const Payload *payload, Segment *segment)
 {
@@ -58,14 +58,14 @@ find_segment(const Payload *payload, Segment *segment)
     return segment->inside < FRAME_BYTES + segment->length;
 }
 
-/* Whether a call that failed has found the end of the stream, and not merely nothing to do. */
+/* Whether a failed call means the end of the stream, and not merely no bytes or no room. */
 static int
 is_end(void)
 {
     return errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR;
 }
 
-/* Whether Python is to look around. */
+/* Whether it is time for Python's checks. */
 static int
 is_over(const Payload *payload)
 {
@@ -80,7 +80,7 @@ is_through(const Payload *payload)
     return !find_segment(payload, &segment);
 }
 
-/* Write what there is room for; 1 if the stream has ended. */
+/* Write as much as there is room for; 1 if the stream has ended. */
 static int
 push(Payload *payload)
 {
@@ -100,7 +100,7 @@ push(Payload *payload)
     return 0;
 }
 
-/* Take in a header that has come; 0 if it is not complete, or another one. */
+/* Accept a header that has come; 0 if it is incomplete or unexpected. */
 static int
 take_header(Payload *payload)
 {
@@ -116,7 +116,7 @@ take_header(Payload *payload)
     return 1;
 }
 
-/* Read what is here; 1 if the stream has ended. The header behind a segment is read with it. */
+/* Read the bytes that have come; 1 if the stream has ended. The header behind a segment is read with it. */
 static int
 pull(Payload *payload)
 {
@@ -163,7 +163,7 @@ stage(Payload *payload, int fd)
     return 0;
 }
 
-/* Make a frame that is about a message of this number. */
+/* Make a frame for the message of this number. */
 static void
 about(char *frame, const char *template, uint64_t number)
 {
@@ -171,7 +171,7 @@ about(char *frame, const char *template, uint64_t number)
     memcpy(frame + TRANSFER_AT, &number, sizeof number);
 }
 
-/* Announce a message, hear that it is wanted, and write it, as far as that goes; 1 if a stream has ended. */
+/* Announce a message, read the consent, and write the payload, as far as possible; 1 if a stream has ended. */
 static int
 hand_over(Payload *payload)
 {
@@ -202,7 +202,8 @@ hand_over(Payload *payload)
     return push(payload);
 }
 
-/* Hear what number a message has, have it sent, and read it, as far as that goes; 1 if a stream has ended. */
+/* Read the number of a message, consent to it, and read its payload, as far as bytes have come; 1 if a stream has
+   ended. */
 static int
 take_over(Payload *payload)
 {
@@ -234,8 +235,8 @@ take_over(Payload *payload)
     return pull(payload);
 }
 
-/* Move all, waiting by yielding and then asleep, and return early where nothing moves for a moment, something else
-   can be done, or Python is to look around; 1 if a stream has ended. */
+/* Move all, waiting first by yields and then asleep. Return early if nothing moves for a moment, other work is
+   possible, or it is time for Python's checks; 1 if a stream has ended. */
 static int
 move_all(Payload *payload, int (*move)(Payload *), int writes)
 {
@@ -252,7 +253,7 @@ move_all(Payload *payload, int (*move)(Payload *), int writes)
         if (payload->done + payload->asked > before) {
             yielding.since_ns = 0;
         }
-        /* Until it is agreed the sender waits for the receiver's word, as the receiver does for the sender's. */
+        /* Before the consent the sender waits for the receiver's frame, as the receiver does for the sender's. */
         int sends = move == hand_over && payload->agreed;
         struct pollfd event = {move == hand_over && !sends ? payload->back : payload->fd, 0, 0};
         short other = sends ? POLLIN : writes ? POLLOUT : 0;
@@ -268,7 +269,7 @@ move_all(Payload *payload, int (*move)(Payload *), int writes)
     }
 }
 
-/* Move a message on, on the one side or on the other. */
+/* Advance a message, on the sending or the receiving side. */
 static PyObject *
 move_message(PyObject *module, PyObject *args)
 {

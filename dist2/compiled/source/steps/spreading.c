@@ -1,12 +1,15 @@
-/* Spreading: where members meet at one fence after the other, a member goes to another core if clearly fewer of them
-   are there. And who else has had a core: members tell when they run, so that the others on it know who has not told.
+/* Spreading: where members meet at one fence after the other, a member migrates to another core if clearly fewer
+   members are there. Members also publish that they run, so that the others on a core can tell whether some other
+   process has had it.
 
-   The kernel would leave them where they are: it seldom looks at cores that are all busy, and takes who has just run
-   for settled. Six members on one core and two on another take twice as long as four and four; two on one core, with
-   the other one idle, can stay so for tens of milliseconds, as they never sleep, and take four times as long.
+   The kernel leaves members on their cores: it seldom looks at cores that are all busy, and treats a thread that has
+   just run as settled. Six members on one core and two on another take twice as long as four and four. Two on one
+   core, with the other one idle, can stay so for tens of milliseconds, as they never sleep, and take four times as
+   long.
 
-   A member goes by having its thread run on that core alone and, at once, anywhere again; from then on the kernel moves
-   it as ever. It does so only if it was asked to, and where it may run on all cores: nobody has chosen any for it. */
+   A member migrates by setting the affinity of its thread to that core and at once back to all cores; afterwards the
+   kernel schedules it as usual. It migrates only if the caller asked for this and the thread may run on all cores: a
+   set affinity is left alone. */
 
 #include "steps.h"
 
@@ -14,15 +17,15 @@
 #include <string.h>
 #include <unistd.h>
 
-#define WAITS 16 /* how many waits lie between two looks, */
-#define FEW_WAITS 2 /* and where there is a core for each member. If they took longer than this, members compute as well: */
+#define WAITS 16 /* how many waits lie between two checks, */
+#define FEW_WAITS 2 /* and with a core for each member. If they took longer than this, members compute as well: */
 #define DENSE_NS INT64_C(16000000)
-#define STAY_NS INT64_C(4000000) /* how long it stays after it has gone, or waited for a core that others use; */
-#define BAD_NS INT64_C(10000000) /* if it waits so soon after it has gone, longer each time, */
+#define STAY_NS INT64_C(4000000) /* no migration for so long after one, or after a wait for a core that others use; */
+#define BAD_NS INT64_C(10000000) /* if it waits so soon after a migration, longer each time, */
 #define LONG_STAY_NS INT64_C(4000000000) /* and this long at most */
-#define TURN_NS INT64_C(1000000) /* for longer no member has a core between two fences; who computes has it for 4 ms, say */
+#define TURN_NS INT64_C(1000000) /* the longest turn of a member between fences; a computation's is about 4 ms */
 
-/* Count the members that wait on each core; 0 if this is not the one to go: of several the last rank is. */
+/* Count the members that wait on each core; 0 if this is not the one to migrate: of several the last rank does. */
 static int
 count_members(const Arrivals *self, int here, uint16_t counts[CPU_SETSIZE])
 {
@@ -41,7 +44,7 @@ count_members(const Arrivals *self, int here, uint16_t counts[CPU_SETSIZE])
     return counts[here] > 1;
 }
 
-/* Find a core with fewer members by two or more; -1 if there is none, or somebody chose cores for this thread. */
+/* Find a core with at least two members fewer; -1 if there is none, or this thread has a restricted affinity. */
 static int
 find_core(const Arrivals *self, int here)
 {
@@ -51,7 +54,7 @@ find_core(const Arrivals *self, int here)
     if (!count_members(self, here, counts) || sched_getaffinity(0, sizeof allowed, &allowed) < 0) {
         return -1;
     }
-    for (int step = 1; step < CPU_SETSIZE; step++) { /* the next ones first: not all go to the same one */
+    for (int step = 1; step < CPU_SETSIZE; step++) { /* the next ones first, so that not all choose the same one */
         int core = (here + step) % CPU_SETSIZE;
         if (CPU_ISSET(core, &allowed) && counts[core] < counts[best]) {
             best = core;
@@ -63,7 +66,7 @@ find_core(const Arrivals *self, int here)
     return best;
 }
 
-/* Have this thread run on a core, and wherever the kernel likes from then on; 0 if that is not permitted. */
+/* Move this thread to a core, and then allow all cores again; 0 if that is not permitted. */
 static int
 go_to(int core)
 {
@@ -78,7 +81,7 @@ go_to(int core)
     return 1;
 }
 
-/* Tell on which core this member waits. */
+/* Publish the core on which this member waits. */
 static void
 tell_core(Arrivals *self, int core)
 {
@@ -142,8 +145,8 @@ tell_running(Arrivals *self, int64_t now)
     atomic_store_explicit(&self->own[RAN], (uint64_t)now, memory_order_relaxed);
 }
 
-/* Return when one of the other members on this core was known to run first between two moments; the later one if none
-   was. */
+/* Return the first known time, in an interval, at which another member ran on this core; the end of the interval if
+   none did. */
 static int64_t
 ran_between(const Arrivals *self, int64_t since, int64_t until)
 {

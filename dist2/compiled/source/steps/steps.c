@@ -1,14 +1,14 @@
-/* The steps of a script, run one after the other: copies, folds, fences, messages, and what the kernel moves between
-   processes. One that cannot be done here stops the script: see script.c. */
+/* Runs the steps of a script in order: copies, folds, fences, messages, and reads of other processes' memory by the
+   kernel. A step that cannot be done here stops the script: see script.c. */
 
 #include "script.h"
 
 #include <string.h>
 
-#define LONG_BYTES (32 << 10) /* copies from here on are made without the interpreter lock, */
-#define AWAY_BYTES (4 << 10)  /* and into slots past the caches, where these are far */
+#define LONG_BYTES (32 << 10) /* longer copies are made without the interpreter lock, */
+#define AWAY_BYTES (4 << 10)  /* and into slots past the caches, if the readers' caches are far */
 
-/* Have Python go on with a fence. */
+/* Let Python continue with a fence. */
 static int
 call_python(Run *run, PyObject *callable)
 {
@@ -36,7 +36,7 @@ address_of(const Run *run, const Place *place)
     return (void *)(uintptr_t)(place->at + (place->tensor == PIECE ? run->script->arrivals->slot : 0));
 }
 
-/* Where tensors of `shared_empty` lie in this process: one stretch of addresses, which Python has told. */
+/* The address range of `shared_empty` tensors in this process, set by Python. */
 static uintptr_t shared_from, shared_until;
 
 void
@@ -52,7 +52,7 @@ is_shared(const void *address)
     return (uintptr_t)address - shared_from < shared_until - shared_from;
 }
 
-/* Return how to copy: into slots past the caches where these are far from those who read them. */
+/* Return how to copy: into slots past the caches if the caches are far from the readers. */
 static inline int
 way_of(const Run *run, const Step *step)
 {
@@ -87,7 +87,7 @@ run_both(Run *run, const Step *step)
     return 0;
 }
 
-/* Make a copy, and in turn with it the one before. */
+/* Make a copy, alternating with the copy of the step before. */
 static int
 run_beside(Run *run, const Step *step)
 {
@@ -99,7 +99,7 @@ run_beside(Run *run, const Step *step)
     return 0;
 }
 
-/* Come to a fence; what is only the caller's is copied while others are still on their way. */
+/* Publish a fence, copy data that only the caller uses while other members arrive, and wait for them. */
 static int
 run_fence(Run *run, const Step *step)
 {
@@ -127,7 +127,7 @@ run_fence(Run *run, const Step *step)
     return 0;
 }
 
-/* Leave word of the call: which text tells of it, and its number. */
+/* Log the call: the number of the text that describes it, and its own number. */
 static int
 log_call(Run *run, Step *step)
 {
@@ -193,7 +193,7 @@ run_move(Run *run, const Step *step)
     return move(&moved) < 0;
 }
 
-/* Return whether memory holds what it is to hold. */
+/* Return whether memory holds the expected bytes. */
 static int
 is_same(const Step *step)
 {
@@ -201,7 +201,7 @@ is_same(const Step *step)
     return memcmp(here, PyBytes_AS_STRING(step->bytes), (size_t)PyBytes_GET_SIZE(step->bytes)) == 0;
 }
 
-/* Wait until what this member writes for others to read behind the next fence is free: see `Board.prepare`. */
+/* Wait until memory that others read behind the next fence may be overwritten: see `Board.prepare`. */
 static int
 prepare(Run *run)
 {
@@ -226,8 +226,8 @@ is_stored(const Run *run, const Step *step)
            memcmp(here + behind, bytes + behind, (size_t)PyBytes_GET_SIZE(step->bytes) - behind) == 0;
 }
 
-/* Put bytes where others read them, addresses of this call among them, unless they stand there: a line of a cache that
-   nobody writes need not change hands. */
+/* Write bytes that others read, addresses of this call among them, unless they are there already: an unchanged cache
+   line need not move between cores. */
 static int
 run_store(Run *run, const Step *step)
 {
@@ -246,7 +246,7 @@ run_store(Run *run, const Step *step)
     return 0;
 }
 
-/* Take the addresses of what a member lends, which stand behind the bytes of a LENT. */
+/* Read the addresses of exposed memory, which stand behind the bytes of a LENT. */
 static void
 take_lent(const Run *run, const Step *step)
 {
@@ -258,7 +258,7 @@ take_lent(const Run *run, const Step *step)
     }
 }
 
-/* Take those of all LENTs before a step: that Python has done some steps meanwhile changes nothing in them. */
+/* Read those of all LENTs before a step again: steps that Python did meanwhile do not change them. */
 static void
 take_lent_before(const Run *run, Py_ssize_t at)
 {
@@ -269,7 +269,7 @@ take_lent_before(const Run *run, Py_ssize_t at)
     }
 }
 
-/* See that a member lends memory of the kind that it is to lend, and where. */
+/* Check that a member exposes memory of the expected kind, and read its addresses. */
 static int
 run_lent(const Run *run, const Step *step)
 {
@@ -280,7 +280,7 @@ run_lent(const Run *run, const Step *step)
     return 0;
 }
 
-/* Tell the other members a number with the next fence, unless it stands there. */
+/* Publish a number to the other members with the next fence, unless it is there already. */
 static int
 run_note(Run *run, const Step *step)
 {
@@ -296,7 +296,7 @@ run_note(Run *run, const Step *step)
     return 0;
 }
 
-/* Return whether all others noted a number for the last fence. */
+/* Return whether all others published a number for the last fence. */
 static int
 have_noted(const Arrivals *arrivals, const Step *step)
 {
@@ -364,7 +364,7 @@ run_step(Run *run, Step *step)
     }
 }
 
-/* ---- The parts of calls: which work was done when, for whoever wants to know ---- */
+/* ---- The parts of calls, with their times, recorded on request ---- */
 
 enum { NO_PART, COPYING, WAITING, REDUCING, SENDING, RECEIVING, PARTS };
 
@@ -375,7 +375,7 @@ typedef struct {
     int64_t begun_ns, ended_ns;
 } Part;
 
-static PyObject *parts_taker; /* NULL: nobody does, and no clock is read */
+static PyObject *parts_taker; /* NULL: no taker, and no clock is read */
 
 void
 take_parts(PyObject *taker)
@@ -383,7 +383,7 @@ take_parts(PyObject *taker)
     Py_XSETREF(parts_taker, Py_XNewRef(taker));
 }
 
-/* Return which part of a call a step is, but for the time in which it waits for others. */
+/* Return the part of a call that a step belongs to, apart from its waiting time. */
 static int
 part_of(const Script *script, const Step *step)
 {
@@ -406,7 +406,7 @@ part_of(const Script *script, const Step *step)
     }
 }
 
-/* Add a part, or to the one before; return how many there are. */
+/* Add a part, or extend the one before; return the number of parts. */
 static Py_ssize_t
 add_part(Part *parts, Py_ssize_t count, int kind, int64_t begun_ns, int64_t ended_ns)
 {
@@ -421,7 +421,7 @@ add_part(Part *parts, Py_ssize_t count, int kind, int64_t begun_ns, int64_t ende
     return count + 1;
 }
 
-/* Tell the parts of a call; what is raised meanwhile is nothing to the call. */
+/* Report the parts of a call; exceptions raised meanwhile do not reach the call. */
 static void
 tell_parts(PyObject *operation, int64_t begun_ns, const Part *parts, Py_ssize_t count)
 {
@@ -449,7 +449,7 @@ tell_parts(PyObject *operation, int64_t begun_ns, const Part *parts, Py_ssize_t 
     }
 }
 
-/* Run steps as `run_steps` does, and tell when each was run; return the last outcome. */
+/* Run steps as `run_steps` does, and record the time of each; return the last outcome. */
 static int
 run_timed(Run *run, Py_ssize_t *at)
 {

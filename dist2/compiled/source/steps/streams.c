@@ -8,7 +8,7 @@
 
 #define WAIT_MS 1
 
-/* Where bytes of a stream belong. */
+/* The destination of bytes of a stream. */
 typedef struct {
     int fd;
     char *at;
@@ -16,7 +16,7 @@ typedef struct {
     short awaited;
 } Intake;
 
-/* Read what is there; 1 if the stream has ended or failed, 0 if all is here or nothing more is. */
+/* Read the bytes that have come; 1 if the stream has ended or failed, 0 if all is here or nothing more has come. */
 static int
 take_some(Intake *intake)
 {
@@ -36,8 +36,8 @@ take_some(Intake *intake)
     return 0;
 }
 
-/* Read all, waiting by yielding and then asleep; 1 as `take_some`. It returns early where nothing comes for a
-   moment, a signal does, or there is room to write again that is awaited. */
+/* Read all, waiting first by yields and then asleep; 1 as `take_some`. It returns early if nothing comes for a
+   moment, a signal does, or awaited room to write is there. */
 static int
 take_all(Intake *intake)
 {

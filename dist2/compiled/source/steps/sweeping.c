@@ -1,9 +1,9 @@
-/* Sweeps: copies of what is longer than the caches, a block at a time, by way of memory that stays in them.
+/* Sweeps: copies of data longer than the caches, a block at a time, through memory that stays in them.
 
-   What is read from memory is read from several pages in turn, as the processor looks ahead within a page alone, and
-   asked for before it is wanted. What nobody reads again soon is stored past the caches: to store into a line that is
-   in none would mean to fetch it first, and it would put out what is wanted. So is what fills a slot, where it comes
-   from memory sooner than from the caches of whoever filled it. */
+   A source in memory is read from several pages in turn, because the processor's prefetcher works within one page,
+   and is prefetched. A destination that no rank reads soon is stored past the caches: a store into an uncached line
+   would first load the line, and would evict useful ones. A slot is stored past the caches if its reader gets it
+   sooner from memory than from the writer's caches. */
 
 #include "script.h"
 
@@ -11,7 +11,8 @@
 
 #define LINE 64
 
-/* The sweeps of one kind of processors. Each returns how many bytes it has copied: `memcpy` does the rest. */
+/* The sweeps of one kind of processor. Each returns the number of bytes that it has copied; `memcpy` copies the
+   rest. */
 typedef size_t Sweep(char *dst, const char *src, size_t nbytes);
 typedef struct {
     Sweep *in;
@@ -22,7 +23,7 @@ typedef struct {
 typedef struct {
     const char *name;
     Sweep *out;
-    Fills near, away; /* which stays in the caches, or goes past them */
+    Fills near, away; /* slot lines that stay in the caches, or go past them */
 } Sweeps;
 
 static size_t
@@ -58,8 +59,8 @@ no_both_beside(char *slot, char *passed, const char *src, char *Py_UNUSED(out), 
 #define PAGE 4096
 #define PAGES 4                  /* that are read in turn, */
 #define LINES 4                  /* so many lines of each, */
-#define AHEAD (PAGES * PAGE)     /* and asked for so many bytes before */
-#define NEAR_AHEAD 512           /* the same for what another core has in its cache: it comes line by line */
+#define AHEAD (PAGES * PAGE)     /* and prefetched so many bytes ahead */
+#define NEAR_AHEAD 512           /* the same for data in another core's cache: it comes line by line */
 
 static inline __attribute__((always_inline)) void
 ask_for(const char *src)
@@ -69,7 +70,7 @@ ask_for(const char *src)
     }
 }
 
-/* Read lines of several pages in turn, and do something with each; return how many bytes that were. */
+/* Read lines of several pages in turn, and use each; return the number of bytes. */
 #define SWEEP_LINES(src, nbytes, line, use)                                                                   \
     size_t done = 0;                                                                                          \
     for (; nbytes - done >= PAGES * PAGE; done += PAGES * PAGE) {                                             \
@@ -84,7 +85,7 @@ ask_for(const char *src)
     }                                                                                                         \
     return done
                                                                                                               \
-/* The sweeps with vectors of one kind; what is stored past the caches begins a line. */
+/* The sweeps with vectors of one kind; stores past the caches start at a line. */
 #define DEFINE_SWEEPS(level, attributes, vector, load, keep, pass)                                            \
     attributes static inline void level##_keep_line(char *dst, const char *src)                               \
     {                                                                                                         \
@@ -110,7 +111,7 @@ ask_for(const char *src)
     DEFINE_FILLS(level, attributes, near, level##_keep_line)                                                  \
     DEFINE_FILLS(level, attributes, away, level##_pass_line)
 
-/* Those that fill a slot; what is stored past the caches begins a line. */
+/* Those that fill a slot; stores past the caches start at a line. */
 #define DEFINE_FILLS(level, attributes, where, fill_line)                                                     \
     attributes static size_t level##_in_##where(char *slot, const char *src, size_t nbytes)                   \
     {                                                                                                         \
@@ -185,7 +186,8 @@ sweep(char *dst, const char *src, size_t nbytes, int way)
     SETTLE();
 }
 
-/* Whether a slot cannot be stored past the caches beside what is passed, if anything is: its lines begin elsewhere. */
+/* Whether a slot cannot be stored past the caches together with `passed`, because its lines are offset from those of
+   `passed`. */
 static int
 is_askew(const char *slot, const char *passed, int into)
 {
@@ -195,7 +197,7 @@ is_askew(const char *slot, const char *passed, int into)
 void
 sweep_both(char *slot, char *passed, const char *src, size_t nbytes, int into)
 {
-    if (is_askew(slot, passed, into)) { /* the second time what is read is in a cache */
+    if (is_askew(slot, passed, into)) { /* the second read hits a cache */
         sweep(slot, src, nbytes, into);
         sweep(passed, src, nbytes, PAST);
         return;
@@ -211,7 +213,7 @@ sweep_both(char *slot, char *passed, const char *src, size_t nbytes, int into)
     SETTLE();
 }
 
-/* Fill a slot, and what is passed if there is any. */
+/* Fill a slot, and `passed` if it is not NULL. */
 static void
 fill(char *slot, char *passed, const char *src, size_t nbytes, int into)
 {

@@ -41,13 +41,13 @@ from dist2.backends.socket.transport.spinning import yield_core
 from dist2.operation.signature import Operation
 
 _LOOK_EVERY_NS = 5_000_000
-"""How often who does not wait for all sees to it that all are well."""
+"""How often a wait for fewer than all members checks the health of all."""
 
 _YIELD_BUDGET_NS = 2_000_000
 _SLOW_YIELD_NS = 200_000
-"""What a yield may take for each rank that the core is shared with: beyond that somebody else has it."""
+"""Longest normal yield for each rank that shares the core: after a longer one another process has it."""
 _LASTING_NS = 20_000_000
-"""Within which two yields have to be slow: a thread of the system takes one."""
+"""Two yields have to be slow within this time: one may be a thread of the system."""
 _FEW_YIELDS, _MANY_YIELDS = 16, 1 << 30
 """How often a waiter in C yields before it sleeps, where ranks outnumber cores and elsewhere."""
 _SHORT_NAP, _LONG_NAP = 8, 512
@@ -65,19 +65,19 @@ class AnyArrivals(Protocol):
 
     Attributes:
         phase: Number of the fence that this member came to last.
-        sought: The fence that `wait` is to wait for,
-        whom: and for whom: a rank, `ALL`, or `NOBODY` to see whether all are well.
-        slot: Where the piece that was claimed last begins in the region of each member.
-        sleepy: For how many fences it goes to sleep at once.
-        naps: How often this member has gone to sleep.
-        waited_ns: For how long it has waited for others, behind the first look.
+        sought: The fence that `wait` has to wait for,
+        whom: and the awaited members: a rank, `ALL`, or `NOBODY` to check the health of all.
+        slot: Offset in the region of each member of the piece that was claimed last.
+        sleepy: The number of further fences at which it sleeps at once.
+        naps: The number of sleeps of this member.
+        waited_ns: The time that it has waited for others, after the first look.
         called: Word of the operation, to be published with the next fence.
         texts: How many texts were written for such words: see `call_log`.
         at: The operation with which this member came to its last fence.
         before: The operation before that.
         stopped: Whether waiting is over, even if members are absent; set from any thread.
         turn: Which half of the slots the next block uses: 0 or 1.
-        spreads: Whether this member goes to another core where many wait on its own, which only C does.
+        spreads: Whether this member migrates to another core if many wait on its own; only in C.
     """
 
     @property
@@ -112,14 +112,14 @@ class AnyArrivals(Protocol):
     ) -> None:
         """Arrive at the next fence, and wait for all, for one other member, or for none.
 
-        It looks, then it yields the core. In C it then sleeps for a moment, which takes a system call or two;
-        in Python sleeping costs so much that ``wait`` sees to it.
+        It polls, then it yields the core. In C it then sleeps for a moment, which takes a system call or two;
+        in Python ``wait`` sleeps, because that costs more.
 
         Args:
             operation: The call of this member.
             wait: Sleeps until ``whom`` has come to fence ``sought``, or raises.
             whom: A rank, `ALL` or `NOBODY`.
-            attend: Has a turn between two yields.
+            attend: Called between two yields.
 
         Raises:
             Dist2Error: Raised by ``wait``.
@@ -142,8 +142,8 @@ class _Peer:
         rank: Its rank.
         words: Its control words.
         doorbell: Wakes it.
-        agreed: It has come to all fences up to this one, and called the same.
-        rung: What stood in its `SLEEPING` when it was rung last.
+        agreed: It has come to all fences up to this one, with the same calls.
+        rung: Its `SLEEPING` when its doorbell was rung last.
     """
 
     __slots__ = ("agreed", "doorbell", "rank", "rung", "words")
@@ -163,7 +163,7 @@ class Arrivals:
         rank: This member's.
         own: Its words.
         spins: How often it looks before it yields.
-        slow_ns: A yield that takes longer tells that somebody else uses the core.
+        slow_ns: A yield that takes longer shows that another process uses the core.
     """
 
     def __init__(self, rank: int, own: memoryview, spins: int, slow_ns: int) -> None:
@@ -199,8 +199,8 @@ class Arrivals:
         self, operation: Operation, wait: Wait, whom: int = ALL, attend: Attend | None = None, /
     ) -> None:
         phase = self.phase + 1
-        # Its word takes the place of an older one, which all must have read; and nobody may be so far behind
-        # that it would not see what this member called before.
+        # This word overwrites an older one, which all must have read; and no member may be so far behind that
+        # it would miss this member's earlier calls.
         if phase >= WINDOW:
             self._reach(operation, wait, phase - WINDOW + 1, WINDOW // 2)
         self.phase = phase
@@ -210,7 +210,7 @@ class Arrivals:
         own = self._own
         own[CALLED + phase % RING], self.called = self.called, 0
         own[phase % RING] = arrival_word(phase, operation.signature.fingerprint)
-        # The word must be out before a peer's sleep flag is read.
+        # The word must be visible before a peer's sleep flag is read.
         with self._lock:
             pass
         self._ring_sleepers()
@@ -263,7 +263,7 @@ class Arrivals:
         return all(_is_at(peer, phase) for peer in self._peers if peer is not sleeper)
 
     def _is_troubled(self) -> bool:
-        """Whether somebody called something else or is in trouble, or it is time to see who lives."""
+        """Whether a member made another call or reports a failure, or a check for deaths is due."""
         for peer in self._peers:
             if peer.words[STATE] or peer.words[DESCRIBED]:
                 return True
@@ -307,7 +307,7 @@ class Arrivals:
             self.waited_ns += monotonic_ns() - since_ns
 
     def _have_come(self, absent: list[_Peer], phase: int, looks: int = 1) -> bool:
-        """Whether the absent have come; those that have are absent no more."""
+        """Whether the absent have come; removes those that have."""
         for _ in range(looks):
             while absent and self._has_come(absent[-1], phase):
                 absent.pop()
@@ -318,8 +318,8 @@ class Arrivals:
     def _yield_until(self, absent: list[_Peer], phase: int, attend: Attend | None) -> bool:
         """Yield until the absent have come, for some milliseconds at most.
 
-        It reads one absent member's word at a time and nothing else: with more ranks than cores, what a rank
-        does between two yields is what all the others wait for.
+        It reads one absent member's word at a time and nothing else: with more ranks than cores, all others
+        wait for the work of a rank between two yields.
         """
         budget = 0 if self.sleepy else _YIELD_BUDGET_NS
         start = now = monotonic_ns()
@@ -337,20 +337,20 @@ class Arrivals:
             yield_core()
             before, now = now, monotonic_ns()
             if now - before > self._slow_ns and self._is_wanted(now):
-                self.sleepy = self._nap  # somebody else uses the core: do not compete by polling
+                self.sleepy = self._nap  # another process uses the core: do not compete by polling
                 self._nap = min(2 * self._nap, _LONG_NAP)
                 break
         return False
 
     def _is_wanted(self, now_ns: int) -> bool:
-        """Whether a slow yield tells that somebody else wants the core for longer: one alone does not."""
+        """Whether a slow yield shows that another process needs the core for longer; one alone does not."""
         lasting = now_ns - self._wanted_ns < _LASTING_NS
         self._wanted_ns = now_ns
         return lasting
 
 
 def _is_at(peer: _Peer, phase: int) -> bool:
-    """Whether a member's word of a fence stands in its page, whatever it called."""
+    """Whether a member's word of a fence is in its page, for any call."""
     return peer.words[phase % RING] >> PRINT_BITS == phase % PHASES
 
 

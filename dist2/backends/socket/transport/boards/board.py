@@ -1,18 +1,18 @@
 """`Board`: fences of the members of a group on one host, in shared memory.
 
-A *fence* is the one synchronisation there is: a member publishes a word made of the fence's number and the
+A *fence* is the only synchronisation: a member publishes a word made of the fence's number and the
 operation's fingerprint, then waits until every other member's word is the same, or until one's is, or not at
-all. One comparison tells that a peer has arrived *and* that it called the same thing. Publishing and the
-first milliseconds of waiting are done by `Arrivals`. For everything else a board has its parts:
+all. One comparison shows that a peer has arrived *and* that it made the same call. Publishing and the first
+milliseconds of waiting are done by `Arrivals`. The other parts of a board are:
 
-    regions     where the members write, and what lies where
-    meeting     how they find each other's regions
-    roster      which members are well, and which left, aborted, revoked or died
-    mismatches  what the members called, and the error if that differs
-    waiting     sleeping until a condition holds, nobody will come, or the time is up
+    regions     the members' shared memory, and its layout
+    meeting     how members find each other's regions
+    roster      the state of each member: in the group, left, aborted, revoked or died
+    mismatches  the members' calls, and the error if they differ
+    waiting     sleeps until a condition holds, a member is lost, or the deadline passes
 
 Operations in which all wait for all use the slot halves in turn: a member that has passed the second fence
-knows that all have come to it, and so have read what they wanted of the first half. Other operations claim
+knows that all have come to it, and so have finished their reads of the first half. Other operations claim
 pieces.
 """
 
@@ -80,7 +80,7 @@ class Board:
     def listen(self, messages: Progress) -> None:
         """Let a group's messages have their turns once this member has waited for a while.
 
-        What is found out by them (that ranks differ, say) ends its waiting.
+        A failure that messages report, a mismatch for example, ends its wait.
         """
         self.roster.messages = messages
 
@@ -107,7 +107,7 @@ class Board:
     def fence(self, operation: Operation, whom: int = ALL) -> None:
         """Arrive at the next fence; return when the awaited members are there, with the same call.
 
-        What they wrote before is visible to this member after.
+        Their earlier writes are then visible to this member.
 
         Args:
             operation: The call of this member.
@@ -131,10 +131,10 @@ class Board:
             self.arrivals.reach(operation, self.wait, phase)
 
     def claim(self, operation: Operation, kind: int) -> None:
-        """Leave word of the call, and claim the next piece of a kind.
+        """Log the call, and claim the next piece of a kind.
 
         Raises:
-            Dist2Error: As `fence`: others may have to be done with it.
+            Dist2Error: As `fence`: others may still use the piece.
         """
         self.log_call(operation)
         self.arrivals.claim(operation, self.wait, kind)
@@ -151,8 +151,8 @@ class Board:
     def prepare(self, operation: Operation) -> None:
         """Return when this member may write data for readers after the next fence; raises as `fence`.
 
-        There is such memory for every other fence: what is in it was for one before the last at the latest,
-        and was read by all who have come to the last.
+        There is such memory for every other fence. Its contents were for a fence before the last one, and all
+        members that have come to the last one have read them.
         """
         self.reach(operation, self.arrivals.phase)
 
@@ -173,7 +173,7 @@ class Board:
         )
 
     def _wait_alone(self, operation: Operation) -> None:
-        """Do as `wait`, and leave alone what comes from elsewhere for as long as one sleep may last."""
+        """`wait` without progress of messages, for at most the time of one sleep."""
         whom, phase = self.arrivals.whom, self.arrivals.sought
         self._waiting.sleep_alone(lambda: self._have_come(whom, phase), operation)
         self.wait(operation)
@@ -195,12 +195,12 @@ class Board:
         return None if progress is None else lambda: self._waiting.attend(progress, operation)
 
     def _have_come(self, whom: int, phase: int) -> bool:
-        """Whether some have come to a fence; raises if anybody called something else there or before."""
+        """Whether the awaited members have come to a fence; raises if any made another call."""
         self.mismatches.compare()
         return not self._absent(whom, phase)
 
     def _absent(self, whom: int, phase: int) -> list[int]:
-        """Return those that are waited for and have not come to a fence with the same operation."""
+        """Return the awaited members that have not come to a fence with the same operation."""
         at = phase % RING
         return [
             member.rank

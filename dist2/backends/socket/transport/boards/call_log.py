@@ -1,8 +1,8 @@
-"""`CallLog`: the last calls of a member, which others can read after it has gone on.
+"""`CallLog`: the last calls of a member, which others can read later.
 
-A member that does not wait for all at a fence may be far away, computing, when others find that they called
-something else. So it leaves word of its call: for each signature and line in user code, a text in its region,
-written once; and for each fence a word that says which text, and the operation's number.
+A member that does not wait for all at a fence may be computing when others find that they made another call.
+So it logs its calls: for each signature and line in user code, a text in its region, written once; and for
+each fence a word with the number of the text and of the operation.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CallLog:
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
         self.count = 0
-        # What the keys name is kept alive, so that their numbers stay theirs.
+        # The objects of the keys are kept alive, so that no other object gets their ids.
         self._known: dict[_Key, tuple[int, object, object]] = {}
 
     def word(self, operation: Operation) -> int:
@@ -52,7 +52,7 @@ class CallLog:
         self.count += 1
         text = operation.call().encode()
         at = self.count % _ENTRIES * _ENTRY_BYTES
-        _HEADER.pack_into(self._memory, at, 0, 0)  # whoever reads the old text finds that it is gone
+        _HEADER.pack_into(self._memory, at, 0, 0)  # a reader of the old text finds it gone
         self._memory[at + _HEADER.size : at + _HEADER.size + len(text)] = text
         _HEADER.pack_into(self._memory, at, self.count & _NUMBER_MASK, len(text))
         return keep(self._known, key, (self.count, operation.signature, operation.code), 2 * _ENTRIES)
@@ -71,7 +71,7 @@ def read_call_log(memory: memoryview, word: int) -> Call | None:
         word: The published word.
 
     Returns:
-        None if it left no word, or the text has made room for another.
+        None if it logged no call, or the text was overwritten.
     """
     number = word & _NUMBER_MASK
     at = number % _ENTRIES * _ENTRY_BYTES

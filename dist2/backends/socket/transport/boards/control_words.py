@@ -12,7 +12,7 @@ WINDOW = RING // 2
 """A member is less than so many fences ahead of any other, and has compared all words that are so much older
 than its last. A word is overwritten `RING` fences later: so those that it has not compared still stand."""
 SLEEPING = 32
-"""What it sleeps for: a `sleeping_word`, or 0 while it is awake."""
+"""The awaited fence: a `sleeping_word`, or 0 while it is awake."""
 STATE = 40
 """Not 0: it has closed, aborted or revoked the group. See `roster`."""
 DESCRIBED = 41
@@ -20,30 +20,30 @@ DESCRIBED = 41
 GAVE_UP = 42
 """It has given up an operation in which it lent memory: see `recall`."""
 NOTES = 43
-"""A number that it tells with a fence, here and in the word behind, by the parity of the fence."""
+"""A number that it publishes with a fence, here and in the next word, by the parity of the fence."""
 MET = 45
 """It has found the regions of all members."""
 CORE = 46
-"""On which core it waits, plus 1, if it has told: in C alone."""
+"""The core on which it waits, plus 1; 0 if unknown. Only in C."""
 CROWDED = 47
-"""Not 0: somebody else uses its core as well, as far as it has noticed: in C alone."""
+"""Not 0: it has noticed that another process uses its core as well. Only in C."""
 CALLED = 48
-"""What it called at the fences in the ring, where it did not wait for all: see `call_log`."""
+"""Its calls at those fences of the ring at which it did not wait for all: see `call_log`."""
 SEQ = CALLED + RING
-"""Number of the operation under way, or the last one: away from what others read at each fence, as it changes
-with every operation, and a line of a cache that is written has to be fetched anew."""
+"""Number of the running operation, or the last one. It changes with every operation, so it is not in a cache
+line that others read at each fence: readers have to fetch a written line again."""
 RANG = SEQ + 1
-"""When it rang somebody's doorbell last: monotonic nanoseconds, in C alone."""
+"""When it last rang a doorbell: monotonic nanoseconds; only in C."""
 RAN = RANG + 1
 """When it was known to run last, in the same way: it got its core back, or was at a fence. In C alone."""
 PROBE = SEQ + 8
-"""Written now and then, alone in a line of a cache: how long it takes to come tells how far its owner is. In
-C alone."""
+"""Written now and then, alone in a cache line: the time to read it shows the distance to its owner's caches.
+Only in C."""
 WORDS = PROBE + 1
 """Control words of a member."""
 
 ALL, NOBODY = -1, -2
-"""Whom a member waits for at a fence, if not for one rank."""
+"""The awaited members of a fence, if not one rank."""
 
 PHASE_BITS, PRINT_BITS = 24, 40
 PHASES = 1 << PHASE_BITS
@@ -69,8 +69,8 @@ def sleeping_word(nap: int, whom: int, phase: int) -> int:
     """Return the value of `SLEEPING` of a sleeping member.
 
     Args:
-        nap: Different for each sleep: nobody rings twice for one.
-        whom: For whom it sleeps: a rank or `ALL`.
+        nap: Different for each sleep: no member rings twice for one.
+        whom: The awaited members: a rank or `ALL`.
         phase: Until they have come to this fence.
     """
     code = _FOR_ONE + whom if whom >= 0 else _FOR_ALL

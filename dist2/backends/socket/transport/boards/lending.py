@@ -1,8 +1,8 @@
 """`Lending`: callers' memory that the members of a board expose to each other for one operation.
 
-Before a fence each member writes into its control page which addresses it lends, and how they can be
-reached: through a file that others can map, or by the kernel (`cross_memory`). After the fence all read
-the tables of all, and so all come to the same conclusion: everybody can reach everything, or not.
+Before a fence each member writes the addresses of its exposed memory into its control page, and how they can
+be accessed: through a file that others can map, or by the kernel (`cross_memory`). After the fence all read
+the tables of all, and so all decide alike whether every member can access all memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dist2.runtime.shared_memory import ArenaLocator, Mapping, attach
 
 _HEADER = struct.Struct("<7Q")  # flags, addresses, descriptor, size, address and token of the file
 HEADER_BYTES = _HEADER.size
-"""What the addresses in a table come behind: how they can be reached."""
+"""The part of a table before the addresses: how they can be accessed."""
 _TABLE_BYTES = LENDING_BYTES // 2  # two, by parity of the fence
 MAX_LENT = (_TABLE_BYTES - _HEADER.size) // 8
 MAX_DESCRIBED = 256
@@ -40,10 +40,10 @@ class Lent:
     """One member's exposed memory.
 
     Attributes:
-        pid: Where it is: 0 if the addresses are valid in this process.
-        addresses: Where each part lies.
-        first: Which place a script has the first one in: behind the tensors of a call, by rank.
-        shift: What is added to the addresses that stand in its table.
+        pid: Its process: 0 if the addresses are valid in this process.
+        addresses: The address of each part.
+        first: Index of its first part among the places of a script: behind the tensors of a call, by rank.
+        shift: Added to the addresses in its table.
     """
 
     pid: int
@@ -103,10 +103,10 @@ class Lending:
         return self._reaches_all
 
     def offer(self, addresses: tuple[int, ...], operation: Operation) -> None:
-        """Lend memory from the next fence to whenever the members agree: by another fence.
+        """Expose memory from the next fence until a later fence that the members agree on.
 
         Raises:
-            Dist2Error: As `Board.fence`: somebody may still have to read what was offered before.
+            Dist2Error: As `Board.fence`: a member may still have to read the previous offer.
         """
         self._board.prepare(operation)
         at = _table_at((self._board.phase + 1) & 1)
@@ -133,7 +133,7 @@ class Lending:
         low, high = int.from_bytes(token[:8], "little"), int.from_bytes(token[8:], "little")
         header = _HEADER.pack(flags, len(addresses), locator.fd, locator.nbytes, locator.address, low, high)
         table = header + struct.pack(f"<{len(addresses)}Q", *addresses)
-        return table.ljust(self._used, b"\0")  # what stood there is not to count
+        return table.ljust(self._used, b"\0")  # an old entry must not be read
 
     def tables(self, parity: int) -> Tables:
         """Return the tables of all members at the last fence of a parity: equal on all of them."""

@@ -43,7 +43,7 @@ class Meeting:
         self._waiting = waiting
         self._unmet: list[Member] = list(roster.members)
         self._is_over = not self._unmet
-        arrivals.order()  # this region is out: who goes to sleep from now on finds it before
+        arrivals.order()  # the region is published: a member that sleeps from now on finds it first
         for member in roster.members:
             if member.neighbour.awaits_regions():
                 member.neighbour.doorbell.ring()
@@ -51,13 +51,13 @@ class Meeting:
     def meet(self, operation: Operation, fence_follows: bool = False) -> None:
         """Find the regions of all members; returns at once when they are known.
 
-        It waits until all have done so. Otherwise a member that waits for nobody in its operations might
-        leave, and take its region with it, before others have found that region.
+        It waits until all have done so. Otherwise a member that waits for none in its operations might leave,
+        and remove its region, before others have found that region.
 
         Args:
             operation: The call of this member.
-            fence_follows: The next thing is a fence at which all wait for all, and nobody comes there without
-                having found all regions. Then it waits only until this member has found them.
+            fence_follows: The next step is a fence at which all wait for all, and no member arrives there
+                without having found all regions. Then it waits only until this member has found them.
 
         Raises:
             OperationTimeoutError, PeerLostError, GroupAbortedError.
@@ -98,9 +98,9 @@ class Meeting:
         return True
 
     def _look_at_one(self) -> bool:
-        """Do `look_up`, but not before one of those that are missing has come.
+        """`look_up`, but only once one of the missing members has come.
 
-        What a member does between two yields is what all the others on its core wait for.
+        All other members on its core wait for the work of a member between two yields.
         """
         unmet = self._unmet
         return (not unmet or self._regions.is_there(unmet[-1].neighbour)) and self.look_up()

@@ -1,7 +1,7 @@
 """`Mismatches`: compares the calls of the members of a board, and raises if they differ.
 
-A member that finds a mismatch writes into its control page what it called at that fence. One that does not
-wait for all at a fence has left word of its call before: see `call_log`.
+A member that finds a mismatch writes its call at that fence into its control page. A member that does not
+wait for all at a fence has logged its call before: see `call_log`.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ class Mismatches:
                     raise self._mismatch(number, word)
 
     def _mismatch(self, phase: int, word: int) -> MismatchError:
-        """Exchange descriptions with all members, who see the mismatch as well, and name who called what."""
+        """Exchange descriptions with all members, which see the mismatch as well, and return the error with
+        each rank's call."""
         mine = self._called(phase)
         self.publish(mine, phase)
         calls: dict[int, Call] = {}
@@ -125,7 +126,7 @@ class Mismatches:
         left = self._left_at(self._own, self._rank, phase)
         if left is not None:
             return left
-        assert self._arrivals.at is not None  # it leaves word of calls in which it does not wait for all
+        assert self._arrivals.at is not None  # it logs calls in which it does not wait for all
         return self._arrivals.at.call()
 
     def _at_fence(self, words: memoryview, rank: int, phase: int) -> Call | None:
@@ -141,13 +142,13 @@ class Mismatches:
         return Call.decode(bytes(self._regions.part(rank, TEXT_AT, nbytes)))
 
     def _left_at(self, words: memoryview, rank: int, phase: int) -> Call | None:
-        """Return the call that a member left word of at one of the last fences; None if it did not."""
+        """Return the call that a member logged at one of the last fences; None if there is none."""
         if words[phase % RING] >> PRINT_BITS != phase % PHASES:
             return None
         return read_call_log(self._regions.call_log(rank), words[CALLED + phase % RING])
 
     def _of_operation(self, seq: int) -> Call | None:
-        """Return one of the last calls that this member left word of, by its number."""
+        """Return one of the last calls that this member logged, by its number."""
         for word in self._own[CALLED : CALLED + RING]:
             if word and seq_in(word) == seq:
                 return read_call_log(self._regions.call_log(self._rank), word)

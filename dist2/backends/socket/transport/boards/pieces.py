@@ -48,7 +48,7 @@ def rows_from(start: int) -> tuple[Row, Row]:
 
 
 CONTROL_BYTES = 8192
-"""What a region begins with: control words, texts, and what a member lends."""
+"""The first bytes of a region: control words, texts, and the table of exposed memory."""
 
 PIECES = rows_from(CONTROL_BYTES)
 PIECES_END = PIECES[LONGER].end
@@ -87,7 +87,7 @@ class Pieces:
 
         Args:
             kind: The kind of piece.
-            phase: The fence that this member came to last. What it claimed before is used up to that one.
+            phase: The fence that this member came to last. The piece that it claimed before is used up to it.
         """
         if self._claimed is not None:
             kind_before, at = self._claimed

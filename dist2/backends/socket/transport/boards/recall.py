@@ -25,7 +25,7 @@ PATIENCE_S = 0.1
 """How long others are waited for: longer than a copy takes, but one of them may be stopped half way."""
 
 HEAR_S = 0.25
-"""How long one who learns that a member gave up looks for the reason."""
+"""How long a member looks for the reason after another one has given up."""
 
 
 class Recall:
@@ -97,15 +97,15 @@ class Recall:
         """Withdraw the memory that this member exposed; return when no other member uses it any more.
 
         Args:
-            first: Number of the operation's first fence: before it nobody uses what is lent.
+            first: Number of the operation's first fence: before it no member uses the exposed memory.
             error: Why, for the others to read.
         """
         phase = self._board.phase
-        # After a mismatch the others read what this member called.
+        # After a mismatch the others read this member's call.
         self.announce("" if isinstance(error, MismatchError) else f"{type(error).__name__}: {error}")
         complete = self._is_complete()
         if phase < first or (phase == first and not complete):
-            return  # nobody has passed the first fence; whoever does sees that this member gave up
+            return  # no member has passed the first fence; one that does later sees the give-up
         done = phase + 1 if complete else phase
         end = time.monotonic() + PATIENCE_S
         while set(self._behind(done)).difference(self.gave_up()) and time.monotonic() < end:
@@ -115,7 +115,7 @@ class Recall:
         """Publish that this member has given up an operation; return when it is sent.
 
         Args:
-            why: In words; empty to leave what it published before.
+            why: The reason as text; empty to leave the text that it published before.
         """
         if why:
             self._board.mismatches.publish(Call(text=why), self._board.phase)

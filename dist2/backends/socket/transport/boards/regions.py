@@ -1,7 +1,7 @@
 """`Regions`: the shared memory that the members of a board write, and its layout.
 
-A member's region begins with a page of control words and texts, then come `Pieces`, two slot halves, and
-what it called (`call_log`). Only its owner writes a control page; all regions have the same layout.
+A member's region begins with a page of control words and texts, then come `Pieces`, two slot halves, and the
+log of its calls (`call_log`). Only its owner writes a control page; all regions have the same layout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TEXT_AT, TEXT_BYTES = 1024, 2048
 """Where in a member's control page a call is described: see `mismatches`."""
 
 LENDING_AT, LENDING_BYTES = TEXT_AT + TEXT_BYTES, CONTROL_BYTES - TEXT_AT - TEXT_BYTES
-"""Where it says what it lends: see `lending`."""
+"""The table of its exposed memory: see `lending`."""
 
 SLOT_BYTES = 1 << 20
 """Each half of a member's slot. Larger operations go through in blocks."""

@@ -1,8 +1,8 @@
 """`Roster`: the members of a board, and which of them have failed or left.
 
-Each member says in its control words whether it is in the group, or has left, aborted or revoked it. If a
-process ends without a word, its pidfd tells. What this member has done itself ends its own waits from then
-on.
+Each member publishes in its control words whether it is in the group, or has left, aborted or revoked it. If
+a process ends without doing so, its pidfd shows it. If this member itself has left, aborted or revoked, its
+own waits end from then on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dist2.errors import (
 from dist2.operation.signature import Operation
 
 _OPEN, _CLOSED, _ABORTED, _REVOKED = 0, 1, 2, 3
-_STATE_BITS = 8  # above them, who revoked
+_STATE_BITS = 8  # above them, the revoking rank
 _STATE_MASK = (1 << _STATE_BITS) - 1
 
 
@@ -117,11 +117,11 @@ class Roster:
         """Return the absent members, if waiting for them makes sense.
 
         Args:
-            missing: Returns the members that are waited for and have not come.
+            missing: Returns the awaited members that have not come.
             operation: The operation that waits.
 
         Raises:
-            GroupAbortedError, GroupRevokedError: This member has ended the group, or anybody revoked it.
+            GroupAbortedError, GroupRevokedError: This member has ended the group, or a member revoked it.
             PeerLostError: A member has died, or one that is absent has left or aborted the group.
         """
         if self._fault is not None:

@@ -41,10 +41,10 @@ class Waiting:
 
     Args:
         own: Its control words.
-        arrivals: How this member comes to fences.
+        arrivals: This member's arrivals at fences.
         doorbell: The doorbell of this member's process.
-        roster: The states of members; its messages have their turns while this member waits.
-        mismatches: What the members called, where that differs.
+        roster: The states of members; its messages make progress while this member waits.
+        mismatches: The members' calls, if they differ.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Waiting:
         """Make progress on some messages; raise the failures that they report."""
         try:
             messages.attend()
-        except MismatchError:  # those who find out at the fence ask this member what it called
+        except MismatchError:  # members that find the mismatch at the fence ask for this member's call
             self._mismatches.publish(operation.call(), self._arrivals.phase)
             raise
 

@@ -1,8 +1,8 @@
 """`Acceptor`: the listening socket of a process, and connections that are not yet authenticated.
 
-Such a *stranger* costs a descriptor and a few hundred bytes, for a bounded time. There is a bounded number
-of strangers: to let in one more, the one that has been silent longest is closed. So members get in however
-many strangers there are.
+Such a *stranger* costs a descriptor and a few hundred bytes, for a bounded time. There is a bounded number of
+strangers: one more closes the one that has been silent longest. So members can connect, for any number of
+strangers.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class Acceptor:
                 self._turn_away(fd, "silent", f"no hello within {HANDSHAKE_S} s")
 
     def close(self) -> None:
-        """Close the listening socket and all strangers, without a word to them."""
+        """Close the listening socket and all strangers, without a message to them."""
         self._listener.close()
         for stranger in self._strangers.values():
             stranger.stream.close()

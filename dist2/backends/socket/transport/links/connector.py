@@ -23,7 +23,7 @@ from dist2.security.authenticator import Credentials
 from dist2.security.handshake import MESSAGE_BYTES, explanation
 
 CONNECT_S = 2.0
-"""To a process of this host; to another, connecting blocks nobody."""
+"""To a process of this host; connecting to another host does not block."""
 _SYN_RETRIES = 2  # after 1 + 2 + 4 seconds a host that does not answer is given up
 
 
@@ -56,7 +56,7 @@ class Connector:
             beside: It shares memory with this one.
 
         Raises:
-            PeerLostError: Nobody answers there any more.
+            PeerLostError: No process answers there any more.
         """
         linkage = self._linkage
         beside = beside and linkage.rings.maker is not None
@@ -79,11 +79,12 @@ class Connector:
         return Hello(self._credentials.job_id, self._me, card.fabric_id, text).encode(), writer
 
     def _connect(self, card: Card, beside: bool) -> socket.socket:
-        """Return a connection, which to another host may still be coming about: frames wait for it.
+        """Return a connection; to another host it may still be in progress: frames wait for it.
 
         Args:
             card: The peer.
-            beside: On this host, where it takes no time, and what follows counts on its being complete.
+            beside: Whether the peer is on this host. Then connecting takes no time, and the caller relies on
+                a complete connection.
         """
         try:
             family, kind, _, _, address = socket.getaddrinfo(card.host, card.port, type=socket.SOCK_STREAM)[0]
@@ -152,13 +153,14 @@ class Connector:
             linkage.read(link)  # a poll does not report bytes that TLS has decrypted
 
     def _call_again(self, link: Link, calling: Connecting) -> None:
-        """Connect once more: a crowded listener may have ended the call, or one that waited for long.
+        """Connect once more: a listener with too many connections may have closed this one, or one that
+        waited for long.
 
         If the other side is gone, that fails at once.
         """
         linkage = self._linkage
         if calling.attempts >= ATTEMPTS:
-            why = "it does not authenticate itself: has it no DIST2_SECRET or DIST2_TLS_CERT?"
+            why = "it does not authenticate itself: set the same DIST2_SECRET or DIST2_TLS_CERT there"
             linkage.refuse(link, AuthenticationError(why, reason="cut_off"))
             return
         try:

@@ -51,12 +51,13 @@ class Link:
         sock: The connection.
         peer_id: Fabric id of the other side.
         incoming: Announced messages that were accepted, by the sender's number.
-        receiving: The receive whose memory the payload under way goes to.
+        receiving: The receive of the payload that is arriving.
         wants_write: The socket or ring is full: flush again when there is room.
         held: Bytes that came over it for groups that are not open yet.
-        settling: How many looks more may find that the other host is near, before it gets BBR: see `pacing`.
+        settling: Remaining checks that may find that the other host is near, before it gets BBR: see
+            `pacing`.
         leased: A script writes on the socket: queued frames wait.
-        silent: How many looks in a row found that the other host does not answer.
+        silent: Consecutive checks at which the other host did not answer.
         tx: The ring that outgoing frames go through, in place of the socket.
         rx: The ring that incoming frames come through; the socket then carries wake-ups only.
     """
@@ -126,7 +127,7 @@ class Link:
 
     @property
     def prompt(self) -> bool:
-        """Whether every short frame queued was handed to the kernel; long messages may be under way."""
+        """Whether the kernel has every queued short frame; long messages may be in flight."""
         return not self._frames and not (self._writing and self._segment_of is None)
 
     def send(self, header: bytes, sending: Sending) -> bool:
@@ -193,8 +194,8 @@ class Link:
     def give_up_writing(self) -> None:
         """Drop the queued frames and all later ones: the peer does not read.
 
-        The link stays until its reader has come to the end: what the other side said last (that it left
-        in good order, say) may not have been read yet.
+        The link stays until its reader has come to the end: the last frames of the other side (the report of
+        a clean exit, for example) may not have been read yet.
         """
         self._broken = True
         self._frames.clear()
@@ -258,7 +259,7 @@ class Link:
 
         Args:
             sending: The message.
-            why: The error that broke the group for the sender, for the receiver.
+            why: The error that broke the group of the sender, to report to the receiver.
         """
         if sending.unasked:
             if sending in self._batch:
@@ -269,8 +270,8 @@ class Link:
             self._bulk.remove(sending)
         if self._segment_of is sending:
             self._segment_of = None
-            # Its segment is under way. No filler: if it is the last one, the receiver takes the message for
-            # complete before it hears of the end.
+            # Its segment is in flight. No filler: if it is the last one, the receiver takes the message for
+            # complete before the `CANCEL` arrives.
             self._writing = [memoryview(bytes(part)) for part in self._writing]
         cancel = Header(Kind.CANCEL, context=sending.context, transfer=sending.number, nbytes=len(why))
         self.put(cancel.encode() + why)

@@ -1,7 +1,7 @@
 """`LinkWatch`: polls a process's links periodically while no other thread does.
 
-A rank that computes has done its part of the last operation and polls nothing. Without this, it would not
-answer those who ask what it called, nor pass on that somebody died. A look takes some microseconds.
+A rank that computes has done its part of the last operation and does not poll. Without this, it would neither
+answer questions about its calls nor forward reports of deaths. A poll takes some microseconds.
 """
 
 from __future__ import annotations

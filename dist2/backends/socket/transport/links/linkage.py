@@ -39,19 +39,19 @@ class Linkage:
 
     Args:
         epoll: Polls their descriptors.
-        presence: Is told which processes' links have ended.
+        presence: Notified of processes with ended links.
         linked: Called for each new link.
-        heartbeat_s: How long a host may be silent before its processes are held for dead, in seconds.
+        heartbeat_s: How long a host may be silent before its processes count as dead, in seconds.
 
     Attributes:
         links: All of them, by descriptor.
-        outgoing: Those that messages to a process go over, by its fabric id.
-        heard: Those that short messages of a process have come over, by its fabric id.
-        entering: Links whose handshake is not over, and how to go on with it.
-        full: Links with more to write than their sockets took.
-        rings: Those whose frames go through shared memory.
-        gathers: Whether short frames are collected, to go out together once all that came was read.
-        congestion: Congestion control that links begin with where the system's is BBR: see `pacing`.
+        outgoing: The link for messages to a process, by its fabric id.
+        heard: The link that delivered short messages of a process, by its fabric id.
+        entering: Links in a handshake, and the function that continues it.
+        full: Links with more data to write than their sockets accepted.
+        rings: The links with frames in shared memory.
+        gathers: Whether short frames are collected, and sent together once all arrived frames were read.
+        congestion: The first congestion control of links if the system's is BBR: see `pacing`.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Linkage:
             link.flush()
         except OSError:
             link.give_up_writing()
-        except BaseException:  # a signal handler that raises: bytes may have gone that nobody noted
+        except BaseException:  # a signal handler that raises: unrecorded bytes may have been sent
             link.give_up_writing()
             raise
         if link.tx is not None:
@@ -222,10 +222,10 @@ class Linkage:
     # Now and then
 
     def drop_silent(self) -> None:
-        """Drop the links whose other host has vanished with data under way.
+        """Drop links to hosts that vanished with data in flight.
 
-        Where none is, keepalive finds out. Both are answered by the other kernel: whatever its process
-        does, be it stopped, it is there.
+        Without data in flight, keepalive detects it. The other kernel answers both, so a process that is busy
+        or stopped is not lost.
         """
         for link in list(self.links.values()):
             sock = socket_below(link.sock)

@@ -1,8 +1,8 @@
 """Congestion control of links to near hosts: not BBR.
 
-BBR paces what it sends. Where the other host answers within microseconds, the timers and small loads of
-pacing cost more processor time than copying does, and messages that come one by one never fill the pipe that
-BBR measures. An administrator may have chosen it with far hosts in mind; links to far hosts have it.
+BBR paces its sends. If the other host answers within microseconds, the timers and small loads of pacing cost
+more processor time than copying does, and messages that come one by one never fill the pipe that BBR
+measures. An administrator may have chosen it with far hosts in mind; links to far hosts have it.
 
 The kernel goes on pacing a connection that has once had BBR, even if it is changed later. So connections
 begin without BBR, and get it when the other host turns out to be far.
@@ -40,14 +40,14 @@ class Options(Protocol):
 
 
 def begin(sock: Options, near: str) -> None:
-    """Have a connection begin as those to near hosts are, where it would begin with BBR.
+    """Start a connection with the settings for near hosts, if it would start with BBR.
 
     Args:
-        sock: It, before it is made; or what listens, for all that it accepts.
+        sock: The socket before it connects; or a listener, for all connections that it accepts.
         near: The congestion control to use; if the system refuses it to this user, BBR stays.
     """
     if sock.family in _FAMILIES and _control(sock).startswith(PACED) and not near.encode().startswith(PACED):
-        with suppress(OSError):  # it is unknown, or not for everybody
+        with suppress(OSError):  # it is unknown, or not permitted
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, near.encode())
 
 

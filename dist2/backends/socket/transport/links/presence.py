@@ -20,10 +20,10 @@ class Presence:
         epoll: Watches the descriptors that report the end of a process.
 
     Attributes:
-        dead: Those that groups hold for dead, and how each ended, in words.
-        ends: How processes of this host ended, in words.
-        parted: Those that have left in good order, or said that they are about to.
-        suspects: Those held for gone in a moment, and when that is over (in seconds).
+        dead: Processes that groups consider dead, and the end of each as text.
+        ends: The ends of processes of this host as text.
+        parted: Processes that have exited cleanly, or announced it.
+        suspects: Processes that soon count as dead, and when (in seconds).
     """
 
     def __init__(self, epoll: select.epoll) -> None:
@@ -51,7 +51,7 @@ class Presence:
             self._epoll.register(fd, select.EPOLLIN)
 
     def __contains__(self, fd: int) -> bool:
-        """Whether a descriptor is one that is watched."""
+        """Whether a descriptor is watched."""
         return fd in self._watched
 
     def ended(self, fd: int) -> None:

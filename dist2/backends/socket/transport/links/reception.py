@@ -152,10 +152,10 @@ class Reception:
                 linkage.read(link)  # a poll does not report bytes that TLS has decrypted
 
     def _check(self, guest: Guest) -> None:
-        """See that a connection is meant for this process.
+        """Check that a connection is meant for this process.
 
         Raises:
-            WireError: It is of another protocol, job or meant for somebody else.
+            WireError: It is of another protocol or job, or meant for another process.
         """
         hello, me = guest.hello, self.card.fabric_id
         if hello.version != PROTOCOL_VERSION:

@@ -36,7 +36,7 @@ Buffer = bytes | memoryview
 
 
 class PythonEnd:
-    """One end's own counter. In C it is there for the short way of messages, which keeps it as well."""
+    """One end's own counter. In C it is there for the short path of messages, which keeps it as well."""
 
     def __init__(self, memory: memoryview) -> None:
         self._count = 0
@@ -85,7 +85,7 @@ class RingWriter(Ring):
         """Bytes that fit.
 
         Raises:
-            ConnectionError: The reader's counter cannot be right: somebody has overwritten it.
+            ConnectionError: The reader's counter is invalid: it was overwritten.
         """
         unread = self._count - self._words[_TAIL]
         if not 0 <= unread <= self._capacity:

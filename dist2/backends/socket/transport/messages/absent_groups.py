@@ -14,7 +14,7 @@ HELD_BYTES = 8 * CREDIT_BYTES
 MAX_CLOSED = 1 << 16
 """Closed groups that are remembered, so that late frames for them are dropped."""
 MAX_UNTOLD = 1 << 10
-"""Closed groups that a process without a link is told of when there is one."""
+"""Closed groups to be reported to a process once there is a link to it."""
 
 Frame = tuple[Link, Header, "bytearray | None"]
 

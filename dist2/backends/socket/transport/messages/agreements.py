@@ -9,10 +9,10 @@ from dist2.errors import WireError
 class Agreements:
     """The current agreement, and the next one, which other members may have begun.
 
-    More there cannot be: an agreement ends nowhere before every survivor has called for it.
+    There cannot be more: no agreement ends before every survivor has called for it.
 
     Attributes:
-        number: Number of the agreement that is under way, or comes next; the first is 1.
+        number: Number of the current agreement, or of the next one; the first is 1.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -22,7 +22,7 @@ class Agreements:
         self._open: dict[int, Consensus] = {}
 
     def current(self) -> Consensus:
-        """Return the agreement that is under way; one that a caller gave up waiting for still is."""
+        """Return the current agreement; it stays current if a caller gives up waiting."""
         return self._of(self.number)
 
     def known(self, number: int) -> Consensus | None:
@@ -40,7 +40,7 @@ class Agreements:
         return list(self._open.items())
 
     def finish(self) -> None:
-        """End the agreement that is under way: the next one has the next number."""
+        """End the current agreement: the next one has the next number."""
         self._open.pop(self.number, None)
         self.number += 1
 

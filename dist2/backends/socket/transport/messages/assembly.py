@@ -43,7 +43,7 @@ class Assembly:
             return
         why = mailbox.said(by)
         mailbox.fault = GroupRevokedError(f"the group was revoked by rank {by}{mailbox.why([by])}", by=by)
-        # Told first: others would take a message that is withdrawn for that of a rank that gave up by itself.
+        # Reported first: others would take a withdrawn message for that of a rank that gave up by itself.
         frame = Header(Kind.REVOKE, context=mailbox.context, tag=by, nbytes=len(why)).encode() + why
         for rank in range(len(mailbox.fabric_ids)):
             if rank != mailbox.rank and rank not in mailbox.left:
@@ -52,7 +52,7 @@ class Assembly:
         mailbox.on_revoked(mailbox.fault)
 
     def propose(self, mailbox: Mailbox, flags: int, shrinks: bool) -> Consensus:
-        """Take part in the group's next agreement, or in the one under way."""
+        """Take part in the group's next agreement, or in the current one."""
         agreements = mailbox.agreements
         consensus = agreements.current()
         dead = {rank for rank, each in enumerate(mailbox.fabric_ids) if each in self._dead}

@@ -41,13 +41,13 @@ class Ballot:
             flags: This rank's.
             deadline_ns: When to give up.
             shrinks: Whether this rank called `shrink`, and not `agree`.
-            departed: Returns members that are seen to have left, though they may not have said so.
+            departed: Returns members that have visibly left, possibly without a message.
 
         Raises:
-            OperationTimeoutError: `missing` did not come; the agreement stays under way, the next call
-                goes on with it.
+            OperationTimeoutError: `missing` did not come; the agreement stays open, and the next call
+                continues it.
             MismatchError: Some survivors called `shrink` and others `agree`: the agreement has ended for all.
-            PeerLostError: The others hold this rank for gone.
+            PeerLostError: The others consider this rank lost.
             GroupAbortedError: `abort` was called.
         """
         fabric, mailbox = self._fabric, self._mailbox

@@ -22,7 +22,7 @@ class Borrower:
     Args:
         lock: The fabric's.
         linkage: The links to senders of offers.
-        courier: Sends them word.
+        courier: Sends them the reports.
         outcomes: Completes read messages.
         mailboxes: The mailboxes of the open groups, by context.
 
@@ -48,7 +48,8 @@ class Borrower:
     def read_until(self, end_ns: int) -> None:
         """Read offered messages, a piece at least, and then notify their senders together.
 
-        With the role of the poller, without the lock: those who wait for other messages wait until it ends.
+        With the role of the poller, without the lock: threads that wait for other messages wait until it
+        ends.
         """
         self._linkage.gathers = True
         try:

@@ -40,8 +40,8 @@ class Called:
 NOTHING_YET = Called(0, 0, "nothing yet")
 
 Describe = Callable[[int | None, int], Called]
-"""Returns what this rank called as collective ``seq`` (or last, if that is long ago); for None, the
-point-to-point operation whose message has the number that follows (or the last one)."""
+"""Returns this rank's call of collective ``seq`` (or its last one, if that is long ago); for None, the
+point-to-point operation whose message has the given number (or the last one)."""
 
 
 def _describe_nothing(seq: int | None, number: int) -> Called:
@@ -60,7 +60,7 @@ class Calls:
 
     Args:
         rank: The caller's group rank.
-        size: How many members there are.
+        size: Number of members.
         describe: See `Describe`.
 
     Attributes:
@@ -72,11 +72,11 @@ class Calls:
         begun: Fingerprints of the latest collectives, by number.
         latest: Number of the latest of them; 0 before the first.
         seen: For each member, the number of the latest collective that it is known to have called.
-        told: Fingerprints that each member has been told the meaning of.
-        introduced: The meaning of fingerprints, by the group rank that said so.
+        told: Fingerprints with a description already sent, by member.
+        introduced: Received descriptions of fingerprints, by the sender's group rank.
         met: The latest collective that ended here and that no rank ends before all have called it.
-        put_off_ns: Messages between others did not fit: the group is to fail when the collective under way
-            has ended, or at this monotonic nanosecond if it does not; 0 where that is not so.
+        put_off_ns: Messages between others did not match: the group fails when the current collective has
+            ended, or at this monotonic nanosecond if it does not; 0 if the group is not to fail.
         probes: Calls of blocked members that this rank has not made yet, by group rank.
         witness: Returns the last operation of a member, if collectives use no messages.
     """
@@ -115,7 +115,7 @@ class Calls:
         return bool(self.begun) and seq <= self.latest
 
     def note_seen(self, peer: int, seq: int, others: Sequence[int]) -> None:
-        """Note the progress of a member: its latest collective, and those that it has seen of others."""
+        """Record the progress of a member: its latest collective, and its view of the others' latest ones."""
         if len(others) == len(self.seen):
             self.seen = [max(pair) for pair in zip(self.seen, others, strict=True)]
         self.seen[peer] = max(self.seen[peer], seq)

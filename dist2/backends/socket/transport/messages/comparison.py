@@ -103,7 +103,7 @@ class Comparison:
             return
         called = mailbox.calls.mine = mailbox.calls.describe(seq, mine)
         mailbox.fault = MismatchError("ranks called different operations", expected=called.text)
-        # Told first: a message that is withdrawn looks to others like one of a rank that gave up by itself.
+        # Reported first: a withdrawn message looks to others like one of a rank that gave up by itself.
         self._tell_mismatch(mailbox, called, seq is None, theirs)
         self._outcomes.fail(mailbox, mailbox.fault)
 
@@ -122,7 +122,7 @@ class Comparison:
                 try:
                     link = self._courier.reach(mailbox, rank)
                 except PeerLostError:
-                    continue  # its death is told elsewhere
+                    continue  # its death is reported elsewhere
                 number = theirs if rank in mailbox.calls.offenders else 0
                 self._linkage.send(link, frame._replace(transfer=number).encode() + payload)
 

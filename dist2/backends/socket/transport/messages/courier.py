@@ -15,12 +15,12 @@ class Courier:
     """Finds the links to members, and sends them control frames.
 
     Args:
-        linkage: The links there are.
+        linkage: The existing links.
         connector: Makes those that are missing.
-        presence: Knows which processes are dead, and is told which cannot be reached.
+        presence: Knows dead processes, and is notified of unreachable ones.
 
     Attributes:
-        silent: Whether nothing is sent any more.
+        silent: Whether sending has ended.
     """
 
     def __init__(self, linkage: Linkage, connector: Connector, presence: Presence) -> None:
@@ -34,7 +34,7 @@ class Courier:
         """Return the link to a member, connecting if there is none.
 
         Raises:
-            PeerLostError: Nobody answers there any more.
+            PeerLostError: No process answers there any more.
         """
         fabric_id = mailbox.fabric_ids[peer]
         link = self._outgoing.get(fabric_id)

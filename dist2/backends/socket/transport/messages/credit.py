@@ -13,8 +13,8 @@ from dist2.backends.socket.wire import EAGER_BYTES, PROMPT_BYTES
 CREDIT_BYTES = 4 << 20
 """Bound on unreceived bytes of a peer: more waits at the sender."""
 PROMPT_CREDIT_BYTES = 3 * PROMPT_BYTES + EAGER_BYTES
-"""How much of it long messages may take that are sent without asking: three of the longest, whatever they
-cost, and some short ones. One is on its way then while another is received and word of a third comes back."""
+"""The part of it for long messages that are sent without an announcement: three of the longest, and some
+short ones. Then one is in flight while another is received and the report of a third comes back."""
 REPORTED_BYTES = CREDIT_BYTES // 4
 """Received bytes after which the sender is notified."""
 FRAME_COST = 128

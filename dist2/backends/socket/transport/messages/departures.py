@@ -18,8 +18,8 @@ from dist2.errors import AuthenticationError, PeerLostError, rank_names, ranks_e
 from dist2.security.refusals import refusals
 
 LINGER_S = 0.25
-"""How long after a member aborted the group what does not need it may still end well: the member may have
-done its part of an operation that the others are about to complete."""
+"""How long after a member's abort operations that do not need that member may still succeed: it may have done
+its part of an operation that the others are about to complete."""
 
 
 class Departures:
@@ -29,7 +29,7 @@ class Departures:
         linkage: The links to them.
         presence: Which processes are there.
         outcomes: Fails their messages.
-        assembly: Is told which members have no vote any more.
+        assembly: Notified of members that have lost their vote.
         mailboxes: The mailboxes of the open groups, by context.
 
     Attributes:
@@ -97,7 +97,7 @@ class Departures:
 
         Args:
             fabric_id: Its id.
-            words: How it ended, where another process says so.
+            words: Its end, as reported by another process.
         """
         dead = self._presence.dead
         affected = [
@@ -108,7 +108,7 @@ class Departures:
         if fabric_id in dead or not affected:
             return
         dead[fabric_id] = self._presence.ends.get(fabric_id, words)
-        # Told first: a message that is withdrawn looks to others like one of a rank that gave up by itself.
+        # Reported first: a withdrawn message looks to others like one of a rank that gave up by itself.
         payload = f"{fabric_id} {dead[fabric_id]}".encode()
         frame = Header(Kind.DEATH, nbytes=len(payload)).encode() + payload
         for other, link in list(self._linkage.outgoing.items()):
@@ -148,7 +148,8 @@ class Departures:
             if fabric_id in presence.parted:
                 self.process_left(fabric_id)
             elif not links or presence.was_cut_off(fabric_id):
-                # Held open by what the process had forked; or one of two is cut, and frames went with it.
+                # Held open by forked children of the process; or one of two links is cut, and frames were
+                # lost with it.
                 for link in links:
                     self._linkage.remove(link)
                 self.process_died(fabric_id)

@@ -39,7 +39,7 @@ class Dispatch:
 
     Args:
         linkage: The links.
-        connector: Asked why a connection takes nothing any more.
+        connector: Knows why a connection accepts no more data.
         presence: Notes unreachable processes.
         courier: Finds the links to members.
         outcomes: Completes or fails sends.
@@ -68,7 +68,7 @@ class Dispatch:
     def post_send(self, mailbox: Mailbox, sending: Sending) -> None:
         """Send as far as credit and the receiver allow."""
         refusal = self._refusal(mailbox, sending.peer)
-        if refusal is None and sending.tagged and mailbox.aborters:  # nobody may come to receive it
+        if refusal is None and sending.tagged and mailbox.aborters:  # its receiver may never come
             refusal = aborted_error(mailbox)
         elif refusal is None:
             refusal = self._unreachable(mailbox, sending.peer)

@@ -36,13 +36,13 @@ class FabricEndpoint(Endpoint):
         describe: See `Describe`.
         beside: Members that share memory with this one.
         spins: How often to look for a message in shared memory before yielding the core.
-        lone_spins: How often if that is not at all, but nobody else wants the core.
-        on_revoked: Told that a member has revoked the group; it must not block.
+        lone_spins: The same if ``spins`` is 0 and no other process needs the core.
+        on_revoked: Called when a member has revoked the group; it must not block.
 
     Attributes:
-        ways: The short ways of its messages.
+        ways: The short paths of its messages.
         ballot: Agreements of its members on the survivors.
-        waited_ns: For how long threads that waited for messages had nothing to move.
+        waited_ns: How long threads that waited for messages had nothing to move.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class FabricEndpoint(Endpoint):
             MismatchError, PeerLostError, GroupAbortedError: The group has failed meanwhile.
         """
         fabric, mailbox = self._fabric, self._mailbox
-        fabric.poller.glance(seldom=True)  # what is read before its place is known is copied twice
+        fabric.poller.glance(seldom=True)  # bytes that are read before the receive is posted are copied twice
         if mailbox.begin(seq, fingerprint):
             with fabric.lock:
                 fabric.comparison.compare(mailbox, seq, fingerprint)
@@ -135,7 +135,7 @@ class FabricEndpoint(Endpoint):
     def _recv(self, receiving: Receiving) -> Receiving:
         with self._fabric.lock:
             self._fabric.dispatch.post_recv(self._mailbox, receiving)
-        if receiving.loan is not None:  # there is something to read, whoever polls
+        if receiving.loan is not None:  # an offered message can be read, by any poller
             self._fabric.poller.wake()
         if receiving.source == self.rank:  # it may have ended a send that another thread waits for
             self._fabric.poller.tell_finished()
@@ -247,8 +247,8 @@ class FabricEndpoint(Endpoint):
         """Return the error of a wait whose time is up.
 
         Args:
-            peers: Whose messages did not come; None for a collective, which names those that did not call it,
-                or else those that are not known to have ended it.
+            peers: Senders of the missing messages; None for a collective: then the members that did not call
+                it are missing, or else those that are not known to have ended it.
         """
         calls = self._mailbox.calls
         if peers is not None:

@@ -54,8 +54,8 @@ def overdue(calls: Calls, waited_for: Collection[int], collective: bool) -> Oper
 
     Args:
         waited_for: Group ranks of the messages that did not come through.
-        collective: They are of the collective that this rank called last: then those are missing that
-            nobody knows to have called it, or if there are none, those whose messages are.
+        collective: They belong to this rank's last collective. Then the members that are not known to have
+            called it are missing, or, if there are none, the senders of the missing messages.
     """
     missing = sorted(waited_for)
     if collective and calls.begun:

@@ -189,7 +189,7 @@ class ExpressReceive:
         """Receive to an address if the message is here; False, with nothing done, if not."""
         link = self._fabric.ringed_from(self._fabric_id)
         if link is None or link.rx is None or not link.rx.has_bytes:
-            return False  # looked at without any lock, as what comes now may as well come later
+            return False  # read without a lock: bytes that arrive now could equally arrive later
         return self._pull(address, self._nbytes, 0) is not None
 
     def wait(self, address: int, deadline_ns: int) -> bool:
@@ -257,7 +257,7 @@ class ExpressReceive:
 
 
 def compiled_express(fabric: Fabric, mailbox: Mailbox, lot: Lot, spins: int, lone_spins: int) -> Express:
-    """Return the short way of a lot in C, out and in."""
+    """Return the short path of a lot in C, out and in."""
     assert messages is not None  # checked by the caller
     whole = lot.whole_lot
     made: Express = messages.Express(

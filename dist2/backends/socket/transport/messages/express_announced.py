@@ -1,9 +1,9 @@
 """`AnnouncedSend` and `AnnouncedTake`: direct sends over sockets that are announced first.
 
-On the wire they look as ever. But the thread that waits announces, consents and moves the payload itself,
-without a record of the message and without the interpreter between two segments (`segments`). It does so only
-where no other message of the group would have to wait for that. If the message does not come in a moment, or
-something else comes, the long way goes on, in the midst of a frame if need be.
+On the wire they look like other messages. But the waiting thread announces, consents and moves the payload
+itself, without a record of the message and without the interpreter between two segments (`segments`). It does
+so only if no other message of the group would have to wait for that. If the message does not come in a
+moment, or another frame comes, the long path continues, even inside a frame.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dist2.backends.socket.wire import HEADER_BYTES, SEGMENT_BYTES, TAGGED, Head
 from dist2.runtime.signals import ctrl_c
 
 _PATIENCE_NS = 2_000_000
-"""How long nothing may move before the long way waits for it."""
+"""Idle time after which the long path takes over."""
 
 
 class _Passage:
@@ -80,7 +80,7 @@ class _Passage:
 
     @property
     def segment(self) -> Segment:
-        """The one that is under way."""
+        """The current segment."""
         return segment_at(self.done, self._mailbox.context, self.number, self._nbytes)
 
     def go_on(self, out: Link, fd: int, back: int, address: int, deadline_ns: int) -> bool:
@@ -125,8 +125,8 @@ class AnnouncedSend(SocketSend):
             deadline_ns: The deadline of the send.
 
         Returns:
-            True if the kernel has it; False, with nothing done, if something else is under way; the send to
-            wait for where the receiver does not take it in a moment.
+            True if the kernel has it; False, with nothing done, if another transfer is in progress; the send
+            to wait for if the receiver does not accept it in a moment.
         """
         poller = self._fabric.poller
         poller.glance()
@@ -155,7 +155,7 @@ class AnnouncedSend(SocketSend):
                 known = True
         finally:
             out.leased = False
-            if not known:  # a signal handler that raises: bytes may have gone, and come, that nobody noted
+            if not known:  # a signal handler that raises: unrecorded bytes may have been sent and received
                 fabric.cut(out)
                 fabric.cut(into)
             elif out.has_frames or left is not None:
@@ -167,7 +167,7 @@ class AnnouncedSend(SocketSend):
         """Move the message on, as long as that is worth while and the link stands."""
         poller, passage = self._fabric.poller, self._passage
         while passage.go_on(out, out.fileno(), into.fileno(), address, deadline_ns):
-            if passage.agreed:  # what comes is not looked at meanwhile
+            if passage.agreed:  # incoming frames are not read meanwhile
                 poller.progress(0)
                 if out.fileno() < 0:
                     return
@@ -190,7 +190,7 @@ class AnnouncedSend(SocketSend):
         return out, into
 
     def _leave(self, out: Link, into: Link, address: int) -> Sending:
-        """Have the long way send the rest; under the lock."""
+        """Have the long path send the rest; under the lock."""
         fabric, mailbox, lot, passage = self._fabric, self._mailbox, self._lot, self._passage
         data = memoryview(self._memory_at(address)).cast("B")
         sending = Sending(mailbox.context, lot.peer, True, 0, lot.tag, lot.fingerprint, data, passage.number)
@@ -268,7 +268,7 @@ class AnnouncedTake(SocketReceive):
                 self._fabric.linkage.flush(out)
 
     def _leave(self, link: Link, out: Link, payload: Buffer) -> None:
-        """Have the long way receive the rest; under the lock."""
+        """Have the long path receive the rest; under the lock."""
         fabric, mailbox, passage = self._fabric, self._mailbox, self._passage
         if passage.agreed:
             receiving, segment = self._receiving(payload, 0), passage.segment

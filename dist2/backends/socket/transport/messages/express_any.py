@@ -19,15 +19,15 @@ _LOOKS = 20
 class ExpressAny:
     """Receives messages of a tag from any member's ring.
 
-    It looks into all rings, without the role of the poller, and takes what is next in one of them by the
-    short way of that member. Messages that came before their receives are in the mailbox, which hands
-    them out in the order in which they came.
+    It looks into all rings, without the role of the poller, and takes the next message of one of them by that
+    member's short path. Messages that came before their receives are in the mailbox, which hands them out in
+    the order in which they came.
 
     Args:
         fabric: This process's fabric.
         mailbox: The group's mailbox; all other members share memory with this one.
         tag: The messages' tag.
-        takes: The short way of each other member's messages, by its group rank.
+        takes: The short path of each other member's messages, by its group rank.
         spins: How often to look before yielding the core.
     """
 

@@ -1,7 +1,7 @@
 """`ExpressOffer` and `ExpressTake`: direct sends of long messages inside a host; see ``express.py``.
 
-The sender offers its memory (`loans`), the receiver reads it there and says so. What the short way saves
-is the time until the copy begins and after it has ended.
+The sender offers its memory (`loans`), the receiver reads it there and reports that. The short path saves
+time before and after the copy.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ExpressOffer:
             return None
         try:
             self._await_taken(sending, deadline_ns)
-        except BaseException:  # KeyboardInterrupt: nobody may use the memory any more
+        except BaseException:  # KeyboardInterrupt: the memory must not be read any more
             self.cancel(sending)
             raise
         return sending
@@ -80,7 +80,7 @@ class ExpressOffer:
         fabric.poller.glance()
         with fabric.lock:
             if lot.fingerprint not in mailbox.calls.told[lot.peer]:
-                return None  # the receiver may ask when this rank computes: the long way says it before
+                return None  # the receiver may ask when this rank computes: the long path says it before
             return self._offer(address, view)
 
     def adopt(self, number: int, ring: RingWriter, slot: int, data: memoryview) -> Sending:
@@ -136,7 +136,7 @@ class ExpressOffer:
         return sending
 
     def _await_taken(self, sending: Sending, deadline_ns: int) -> None:
-        """Wait a moment for the receiver's word."""
+        """Wait a moment for the receiver's answer."""
         link = self._fabric.poller.play(self._take_word, None, sending, deadline_ns)
         if link is not None and link.rx is not None and link.rx.writer_sleeps:
             link.wake_peer()
@@ -169,8 +169,8 @@ class ExpressTake(ExpressReceive):
         mailbox: The group's mailbox.
         lot: The messages to receive.
         spins: How often to look before yielding the core.
-        wait: Waits for a receive that goes the long way after all.
-        express: The short way in C, where that is there.
+        wait: Waits for a receive that takes the long path after all.
+        express: The short path in C, where that is there.
     """
 
     def __init__(
@@ -209,8 +209,8 @@ class ExpressTake(ExpressReceive):
     def wait_posted(self, receiving: Transfer, address: int, deadline_ns: int) -> bool:
         """Wait for the message of a receive that is posted, and read it; False if that takes longer.
 
-        Receives of the lot that were posted before it are served as well. Without C all go the long way, and
-        so do messages whose offers were taken in already: nothing more of those comes through the ring.
+        Receives of the lot that were posted before it are served as well. Without C all take the long path,
+        as do messages with offers that were read already: nothing more of those comes through the ring.
         """
         if self._express is not None and not self._fabric.poller.borrows:
             self._express.fetch_posted(receiving, self._adopt, deadline_ns)
@@ -286,9 +286,10 @@ class ExpressTake(ExpressReceive):
             return receiving, stands
 
     def _hear_why(self, receiving: Receiving) -> None:
-        """Have a receive fail whose sender has taken its memory back, with what the sender says of that.
+        """Fail a receive after its sender has withdrawn its memory, with the sender's reason.
 
-        Memory is faster than words: its `CANCEL`, or the death for which it gave up, is on the way.
+        The withdrawal in shared memory arrives before the messages: the sender's `CANCEL`, or the report of a
+        death that made it give up, is still in flight.
         """
         fabric = self._fabric
         try:

@@ -1,9 +1,9 @@
 """`SocketSend` and `SocketReceive`: direct sends over sockets; see ``express.py``.
 
-A send with credit over a free socket hands header and payload to the kernel in one call. A receive whose
-message would go to nobody else reads straight from the socket, into the place of a header and into the
-tensor: if the header is the one that it expects, the payload lies where it belongs. What else came is what
-the poller would have read, and is taken in as if it had.
+A send with credit over a free socket passes header and payload to the kernel in one call. A receive reads
+directly from the socket, into a header buffer and into the tensor, if no other receive could get its message:
+with the expected header the payload is already in place. Any other bytes are handled as if the poller had
+read them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Buffer = ctypes.Array[ctypes.c_char]
 
 
 def goes_short(lot: Lot) -> bool:
-    """Whether messages of a lot may take the short way: longer ones ask before they go."""
+    """Whether messages of a lot may take the short path: longer ones are announced."""
     return lot.nbytes <= PROMPT_BYTES
 
 
@@ -128,7 +128,7 @@ class SocketSend(_SocketWay):
                 count = sock.sendmsg((self._header, payload))
             except OSError:  # full; or it is gone, which the queue finds as well, and handles
                 return False
-            except BaseException:  # a signal handler that raises: bytes may have gone that nobody noted
+            except BaseException:  # a signal handler that raises: unrecorded bytes may have been sent
                 link.give_up_writing()
                 raise
             account.used += self._cost
@@ -145,7 +145,7 @@ class SocketSend(_SocketWay):
             )
 
     def _go_on(self, link: Link, payload: Buffer, seq: int, count: int) -> Sending:
-        """Have the rest of a message sent as the long way would."""
+        """Have the rest of a message sent as the long path would."""
         lot = self._lot
         data = memoryview(payload).cast("B")
         sending = Sending(self._mailbox.context, lot.peer, lot.tagged, seq, lot.tag, lot.fingerprint, data)
@@ -213,7 +213,7 @@ class SocketReceive(_SocketWay):
     def _give_up(self, link: Link) -> None:
         """Have nothing use the memory any more."""
         fabric, posted = self._fabric, self._posted
-        if self._staged[0]:  # bytes have come that nobody noted
+        if self._staged[0]:  # unrecorded bytes have come
             fabric.cut(link)
         if posted is not None:
             with fabric.lock:
@@ -273,7 +273,7 @@ class SocketReceive(_SocketWay):
                 now = crowd.give_way()
                 continue
             except OSError:
-                break  # the long way finds it as well, as it does the end
+                break  # the long path finds it as well, as it does the end
             if not count:
                 break
             came += count

@@ -1,8 +1,8 @@
 """`SocketTake`: direct receives of long messages that arrive over sockets without an announcement.
 
-As `SocketReceive`, but the header is read alone: what else comes in between (credit, mostly) is taken in, and
-the message is still looked for. While it waits for the rest of a payload it writes on where a link was full:
-two ranks that send to each other would else wait for each other.
+As `SocketReceive`, but the header is read alone: other frames in between (mostly credit) are handled, and the
+search for the message continues. While it waits for the rest of a payload it continues writes to links that
+were full: otherwise two ranks that send to each other would wait for each other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dist2.backends.socket.wire import HEADER_BYTES
 from dist2.runtime.signals import ctrl_c
 
 _PATIENCE_NS = 5_000_000
-"""How long nothing may come before the long way waits for it."""
+"""Idle time after which the long path takes over."""
 _WAIT_MS = 1
 
 

@@ -24,7 +24,7 @@ class Groups:
     Args:
         linkage: The links to their members.
         presence: Knows which processes are dead.
-        courier: Tells members that a group was closed.
+        courier: Reports to members that a group was closed.
         outcomes: Fails the pending messages of one.
         departures: Forgets groups that are closed.
         intake: Processes frames that arrived before their group was opened.

@@ -12,8 +12,8 @@ from dist2.errors import GroupRevokedError, MismatchError, PeerLostError
 from dist2.runtime.deadline import deadline_in
 
 _ALL_DESCRIBE_S = 0.1
-"""How long a mismatch waits for all members to say what they called; for those without which it could not be
-explained it waits longer."""
+"""How long a mismatch waits for the calls of all members; it waits longer for those that the explanation
+needs."""
 _TOLD_TO_ALL = tuple(kind.__name__ for kind in (MismatchError, PeerLostError, GroupRevokedError))
 """Errors that only one rank knows. Mismatches and losses reach all ranks, with better messages."""
 
@@ -42,7 +42,7 @@ class Inquiry:
 
     def explain(self, error: BaseException) -> BaseException:
         """Return the error for the waiter: a mismatch is completed with the calls of the others."""
-        if self._mailbox.calls.put_off_ns:  # why somebody left, perhaps
+        if self._mailbox.calls.put_off_ns:  # possibly the reason of a departure
             self.put_off_no_more()
             error = self._mailbox.fault or error
         if isinstance(error, PeerLostError):
@@ -58,8 +58,8 @@ class Inquiry:
         """Wait a moment for members to report the reasons of their departure.
 
         Args:
-            ranks: Those whose word is on its way.
-            left: Those whose word, if there is a way for it, has come.
+            ranks: Members with a report in flight.
+            left: Members that have left; their report has come, if there is a link for it.
         """
         poller, mailbox = self._fabric.poller, self._mailbox
         poller.attend()

@@ -21,7 +21,7 @@ from dist2.backends.socket.wire import Header, Kind, Loan
 from dist2.errors import AuthenticationError, WireError
 
 _WORDS = 300
-"""How long the end of a process may be told, in characters."""
+"""Longest text about the end of a process, in characters."""
 
 Handler = Callable[[Link, Mailbox, int, Header, "bytearray | None"], None]
 """Handles a frame: its link, its group, the sender's group rank, header and payload."""
@@ -32,9 +32,9 @@ class Intake:
 
     Args:
         linkage: The links; their events arrive here.
-        presence: Is told which processes leave in good order.
-        outcomes: Is told which messages were sent, and which links are gone.
-        departures: Is told which processes are gone.
+        presence: Notified of processes that exit cleanly.
+        outcomes: Notified of sent messages, and of lost links.
+        departures: Notified of lost processes.
         delivery: Takes messages and their payloads.
         mailboxes: The mailboxes of the open groups, by context.
         absent: Keeps frames of groups that are not open.
@@ -149,7 +149,7 @@ _MESSAGES = (Kind.EAGER, Kind.ANNOUNCE, Kind.OFFER)
 
 
 def _arrived(link: Link, peer: int, header: Header, payload: bytearray | None) -> Arrived:
-    """Return the message that a frame brings, or tells of."""
+    """Return the message that a frame contains, or announces."""
     if header.kind is Kind.OFFER:
         loan = Loan.decode(payload or b"")
         return Arrived(header._replace(transfer=loan.number), peer, link=link, loan=loan)

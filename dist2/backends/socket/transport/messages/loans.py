@@ -1,10 +1,10 @@
 """Loans: a long message inside a host, which its receiver reads from the sender's memory.
 
-The sender says in an `OFFER` where the message lies, and enters the loan in a slot of its ring's header.
-The receiver has the kernel copy it (`cross_memory`), one copy instead of two, and looks at the slot
-*afterwards*: a sender that wants its memory back clears the slot first and waits for nobody. If the slot
-still holds the loan, no byte was read after the memory was another's. Where the kernel refuses, the
-receiver answers with `ACCEPT`, as to any announced message, and gets the payload through the ring.
+The sender's `OFFER` contains the address of the message, and the sender enters the loan in a slot of its
+ring's header. The receiver lets the kernel copy it (`cross_memory`), one copy instead of two, and checks the
+slot *afterwards*: a sender that withdraws its memory clears the slot first and does not wait. If the slot
+still holds the loan, no byte was read after the memory had another use. If the kernel refuses, the receiver
+answers with `ACCEPT`, as to any announced message, and gets the payload through the ring.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dist2.backends.socket.transport.raw import address_of
 from dist2.backends.socket.wire import Loan
 
 PIECE_BYTES = 1 << 20
-"""Read at once: nobody who gives up a receive waits longer than that takes."""
+"""Bytes read in one call: a thread that gives up a receive waits at most for one such read."""
 
 
 class Lent:

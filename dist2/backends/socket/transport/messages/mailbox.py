@@ -62,7 +62,7 @@ class Arrived:
 
 
 def _ignore_revocation(error: GroupRevokedError) -> None:
-    """Be told that a group was revoked that was closed here."""
+    """Called when a group is revoked that was closed here."""
 
 
 class Mailbox:
@@ -82,8 +82,8 @@ class Mailbox:
         aborters: The ones among them that aborted it.
         reason: The error that broke the group on this rank, for members that wait for it.
         reasons: The errors reported by other members.
-        on_revoked: Told that a member has revoked the group; under the fabric's lock.
-        unanswered: Members that nobody answered for when they were probed, and since when (in seconds).
+        on_revoked: Called when a member has revoked the group; under the fabric's lock.
+        unanswered: Members that did not answer probes, and since when (in seconds).
         accounts: Credit of collectives and of point-to-point, by group rank.
         sending: Announced sends, by their number.
         accepted: Receives whose payload is coming in.

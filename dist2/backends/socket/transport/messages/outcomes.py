@@ -17,7 +17,7 @@ class Outcomes:
         mailboxes: The mailboxes of the open groups, by context.
 
     Attributes:
-        finished: Messages that somebody is yet to be told of; see `collect`.
+        finished: Messages with callbacks still to be called; see `collect`.
     """
 
     def __init__(self, linkage: Linkage, mailboxes: dict[int, Mailbox]) -> None:
@@ -87,7 +87,7 @@ class Outcomes:
 
     def _release(self, mailbox: Mailbox, message: Message) -> None:
         """Take a message's memory away from the links."""
-        message.let_go()  # before the other side hears of it
+        message.let_go()  # before the other side learns of it
         if isinstance(message, Sending):
             out = self._linkage.outgoing.get(mailbox.fabric_ids[message.peer])
             if out is not None and not message.is_copied:

@@ -25,8 +25,8 @@ from dist2.operation.description import Call
 ALL_PROBED = 64
 """Up to this many members, a blocked rank probes all; in larger groups those 1, 2, 4, ... ranks away."""
 UNANSWERED_S = 0.5
-"""How long after nobody answered at a member's address it is held for dead, unless it turns out to have
-left in good order, or to have done its part."""
+"""Time without an answer at a member's address after which it counts as dead, unless it is found to have
+exited cleanly, or to have done its part."""
 
 
 class Probes:
@@ -35,9 +35,9 @@ class Probes:
     Args:
         linkage: The links to them.
         courier: Finds the links to them.
-        presence: Knows whose end would be seen.
+        presence: Knows which processes are watched.
         comparison: Compares their calls.
-        departures: Told of members that nobody answers for.
+        departures: Notified of members that do not answer.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Probes:
     def probe(self, mailbox: Mailbox) -> None:
         """Send this rank's call to the other members after it has been blocked for a while.
 
-        It also makes links to them: the end of one tells of a death.
+        It also makes links to them: the end of a link reports a death.
         """
         if mailbox.fault is not None:
             return
@@ -100,10 +100,10 @@ class Probes:
         )
 
     def _nobody_answered(self, mailbox: Mailbox, rank: int) -> None:
-        """Nobody listens at a member's address.
+        """No process listens at a member's address.
 
-        It may have left in good order without a link to tell over, after it did its part: then others
-        know that it did. A process of this host has a watcher, which knows better.
+        The member may have exited cleanly without a link for its report, after it did its part: then others
+        know that it did. A process of this host has a watcher, which decides instead.
         """
         fabric_id = mailbox.fabric_ids[rank]
         if self._presence.is_watched(fabric_id):

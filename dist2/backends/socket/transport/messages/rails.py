@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dist2.compiled._steps import Rail
 
 PATIENCE_NS = 5_000_000
-"""How long nothing may move before the long way waits for it."""
+"""Idle time after which the long path takes over."""
 _AT_ONCE = (False,)
 
 
@@ -56,8 +56,8 @@ class Left:
     """The unfinished messages at the close of rails.
 
     Attributes:
-        transfers: Messages that the long way goes on with, by number.
-        unsent: Numbers of those that nothing was sent of yet, in order.
+        transfers: Messages that the long path continues, by number.
+        unsent: Numbers of those without any sent byte, in order.
     """
 
     transfers: dict[int, Message] = attrs.field(factory=dict)
@@ -92,7 +92,7 @@ class _Track:
         self._kept = 0
 
     def find(self, seq: int, early: int) -> bool:
-        """Look for links that nothing else is under way on; under the fabric's lock.
+        """Find links without other transfers; under the fabric's lock.
 
         Args:
             seq: Number of the operation.
@@ -139,7 +139,7 @@ class _Track:
         return self._links is not None and self._links[0].has_frames
 
     def close(self, seq: int, find: Find, coming: int | None, left: Left) -> None:
-        """Go on by the long way; under the fabric's lock."""
+        """Go on by the long path; under the fabric's lock."""
         assert self._links is not None  # it is open
         out, into = self._links
         used, owed, unsent, credit, staged, came = self.rail.close()
@@ -247,17 +247,19 @@ class Rails:
         return header_of(self._mailbox.context, lot)
 
     def open(self, seq: int, early: Mapping[int, int]) -> bool:
-        """Take the links for scripts alone, if nothing else is under way; return whether that was so.
+        """Take exclusive use of the links for scripts, if no other transfer is in progress; return whether it
+        did.
 
-        The caller calls `abandon` afterwards, whatever is raised meanwhile.
+        The caller calls `abandon` afterwards, even after an exception.
 
         Args:
             seq: Number of the operation.
-            early: How many messages of a member were received before their steps: scripts stop at those.
+            early: Number of messages of each member that were received before their steps: scripts stop at
+                those.
         """
         fabric = self._fabric
         self._seq, self._until_ns = seq, 0
-        # In one step: a signal handler that raised between the two would leave the role taken by nobody.
+        # In one step: a signal handler that raised between the two would leave the role taken for ever.
         self._taken += map(fabric.poller.role.acquire, _AT_ONCE)
         if self._taken[0] and not fabric.poller.closed:
             with fabric.lock:

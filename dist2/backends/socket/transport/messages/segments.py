@@ -51,7 +51,7 @@ class Segment:
 
 
 def segment_at(done: int, context: int, number: int, nbytes: int, longest: int = SEGMENT_BYTES) -> Segment:
-    """Return the segment of a message that is under way."""
+    """Return the current segment of a message."""
     start, inside = divmod(done, HEADER_BYTES + longest)
     start *= longest
     length = max(0, min(longest, nbytes - start))
@@ -194,16 +194,16 @@ def move_message(
         sends: Write it; else read it.
         fd: A non-blocking stream socket that carries it.
         back: Carries the receiver's answer.
-        announcement: The frame that announces it, but for its number.
-        consent: The frame that says that it is wanted, but for its number.
+        announcement: The frame that announces it, without its number.
+        consent: The frame that accepts it, without its number.
         header: A segment's header, without its number, its beginning and its length.
         address: Where the payload lies.
         nbytes: Its length.
         longest: How long segments are.
         number: The message's number; its receiver knows it once it is announced.
-        done: How far the payload is.
-        asked: How much is out of the announcement, or of the receiver's word.
-        agreed: Whether it is wanted; to its receiver, whether it was announced.
+        done: Moved bytes of its segments, headers included.
+        asked: Sent bytes of the announcement, or of the acceptance.
+        agreed: Whether it was accepted; on the receiver, whether it was announced.
         staged: Address of a place for headers that come.
         filled: How much of one is there.
         writes: Return as soon as there is room to write, while there is nothing to be written.

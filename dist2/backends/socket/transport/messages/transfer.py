@@ -1,4 +1,4 @@
-"""Messages under way: the handles that `Endpoint` returns for sends and receives."""
+"""Messages in flight: the handles that `Endpoint` returns for sends and receives."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Message(Transfer):
         self.loan: Lent | Borrowed | None = None
 
     def let_go(self) -> None:
-        """See to it that no other process, and no copy under way, uses the memory any more."""
+        """Ensure that no other process, and no running copy, uses the memory any more."""
         if self.loan is not None:
             self.loan.end()
 
@@ -73,7 +73,7 @@ class Message(Transfer):
         while self._callbacks:
             try:
                 callback = self._callbacks.popleft()
-            except IndexError:  # another thread tells as well, and was faster
+            except IndexError:  # another thread calls them as well, and was faster
                 return
             callback(self)
 

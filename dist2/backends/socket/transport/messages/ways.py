@@ -36,8 +36,8 @@ class ShortWays:
         fabric: This process's fabric.
         mailbox: The group's mailbox.
         spins: How often to look for a message in shared memory before yielding the core.
-        lone_spins: How often in C, if that is not at all, but nobody else wants the core.
-        wait: Waits for a receive that goes the long way after all, until a deadline.
+        lone_spins: The same in C if ``spins`` is 0 and no other process needs the core.
+        wait: Waits for a receive that takes the long path after all, until a deadline.
     """
 
     def __init__(
@@ -55,42 +55,42 @@ class ShortWays:
         self._wait = wait
 
     def has_express(self, lot: Lot) -> bool:
-        """Whether messages with a member may take the short way through shared memory."""
+        """Whether messages with a member may take the short path through shared memory."""
         return lot.peer in self._mailbox.beside
 
     def has_socket_way(self, lot: Lot) -> bool:
-        """Whether messages with a member may take the short way over a socket."""
+        """Whether messages with a member may take the short path over a socket."""
         return lot.peer != self._mailbox.rank and lot.peer not in self._mailbox.beside and goes_short(lot)
 
     def has_announced_way(self, lot: Lot) -> bool:
-        """Whether messages with a member may take the short way of those that ask before they go."""
+        """Whether messages with a member may take the short path of announced ones."""
         return lot.peer != self._mailbox.rank and lot.peer not in self._mailbox.beside and not goes_short(lot)
 
     def announced_send(self, lot: Lot) -> AnnouncedSend:
-        """Return the short way of long messages to a member over a socket."""
+        """Return the short path of long messages to a member over a socket."""
         return AnnouncedSend(self._fabric, self._mailbox, lot)
 
     def announced_take(self, lot: Lot) -> AnnouncedTake:
-        """Return the short way of long messages from a member over a socket."""
+        """Return the short path of long messages from a member over a socket."""
         return AnnouncedTake(self._fabric, self._mailbox, lot)
 
     def socket_send(self, lot: Lot) -> SocketSend:
-        """Return the short way to a member over a socket."""
+        """Return the short path to a member over a socket."""
         return SocketSend(self._fabric, self._mailbox, lot)
 
     def socket_receive(self, lot: Lot) -> SocketReceive:
-        """Return the short way from a member over a socket."""
+        """Return the short path from a member over a socket."""
         if lot.is_long:
             return SocketTake(self._fabric, self._mailbox, lot)
         return SocketReceive(self._fabric, self._mailbox, lot)
 
     def has_express_any(self, nbytes: int) -> bool:
-        """Whether messages of a length may take the short way from any member."""
+        """Whether messages of a length may take the short path from any member."""
         others = set(range(len(self._mailbox.cards))) - {self._mailbox.rank}
         return bool(others) and others <= self._mailbox.beside and nbytes <= LEND_BYTES
 
     def express_any(self, lot: Lot) -> ExpressAny:
-        """Return the short way of messages from any member; the peer of the lot is `ANY_SOURCE`."""
+        """Return the short path of messages from any member; the peer of the lot is `ANY_SOURCE`."""
         takes = []
         for peer in sorted(self._mailbox.beside - {self._mailbox.rank}):
             of_peer = attrs.evolve(lot, peer=peer)
@@ -103,25 +103,25 @@ class ShortWays:
         return Rails(self._fabric, self._mailbox, fingerprint)
 
     def express_send(self, lot: Lot) -> ExpressSend:
-        """Return the short way for short messages to a member that has one."""
+        """Return the short path for short messages to a member that has one."""
         return ExpressSend(self._fabric, self._mailbox, lot)
 
     def compiled_express(self, lot: Lot) -> Express | None:
-        """Return the short way, out and in, for messages with a member that has one; None without C."""
+        """Return the short path, out and in, for messages with a member that has one; None without C."""
         if messages is None:
             return None
         return compiled_express(self._fabric, self._mailbox, lot, self._spins, self._lone_spins)
 
     def express_offer(self, lot: Lot) -> ExpressOffer:
-        """Return the short way for long messages to a member that has one."""
+        """Return the short path for long messages to a member that has one."""
         return ExpressOffer(self._fabric, self._mailbox, lot, self._spins)
 
     def express_take(self, lot: Lot, express: Express | None) -> ExpressTake:
-        """Return the short way for long messages from a member that has one, with that in C as a part."""
+        """Return the short path for long messages from a member that has one, with that in C as a part."""
         return ExpressTake(self._fabric, self._mailbox, lot, self._spins, self._wait, express)
 
     def express_receive(self, lot: Lot) -> ExpressReceive:
-        """Return the short way for messages from a member that has one."""
+        """Return the short path for messages from a member that has one."""
         if lot.is_long:
             return self.express_take(lot, self.compiled_express(lot))
         return ExpressReceive(self._fabric, self._mailbox, lot, self._spins)
