@@ -25,7 +25,13 @@ Document = Mapping[str, Any]
 
 SHOWN_VERDICTS = 4
 SHOWN_STRAGGLERS = 5
-STYLES = {"waited for": "bold red", "broken": "bold red", "silent": "bold red", "waiting": "yellow", "ok": "none"}
+STYLES = {
+    "waited for": "bold red",
+    "broken": "bold red",
+    "silent": "bold red",
+    "waiting": "yellow",
+    "ok": "none",
+}
 """Of a rank by its state; the most urgent state first, as on the page."""
 ORDER = {state: place for place, state in enumerate(STYLES)}
 COLUMNS = ("rank", "state", "group", "last operation", "in flight", "age", "missing")

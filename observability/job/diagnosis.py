@@ -5,7 +5,7 @@ operations; the others are *missing*. A message waits for its peer, unless the p
 An edge of the wait-for graph leads from a rank inside an operation to each missing rank. A *culprit* is a
 missing rank that waits for no rank, or does not answer; where all missing ranks wait, a cycle of the graph
 is the reason, and where members of one group called different operations under one number, that divergence
-is. Where no operation waits, but most ranks are in one other call of dist2, the ranks outside of it are culprits.
+is. Where no operation waits, but most ranks are in one other call of dist2, the others are culprits.
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ class Connection(H11Protocol):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.access_log = False  # the option of uvicorn's configuration silences other servers of the process too
+        # uvicorn's own option would silence other servers of the process too.
+        self.access_log = False
 
     @property
     def since(self) -> float | None:

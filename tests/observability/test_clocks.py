@@ -17,6 +17,8 @@ from support.processes import answers_of, started
 
 import dist2
 import observability
+from observability.clocks import Offset
+from observability.group_stragglers import clocks_of
 
 AHEAD_S = 5_000
 """The clocks of rank 1 are ahead by so much: the monotonic one in the kernel,"""
@@ -66,11 +68,12 @@ def be_rank(pipe: Connection, rank: int, path: Path) -> None:
         for _ in range(STEPS):
             time.sleep(rank * LATE_S)
             pg.all_reduce(torch.ones(1000))
-        pipe.send((server.url, server.token))
+        by_group = clocks_of(pg)[1].at(time.monotonic_ns())
+        pipe.send((server.url, server.token, by_group))
         pipe.recv()
 
 
-def ask(plane: tuple[str, str], path: str) -> Any:
+def ask(plane: tuple[str, str, Offset], path: str) -> Any:
     return json.loads(observability.fetch(plane[0] + path, plane[1], timeout_s=20))
 
 
@@ -105,6 +108,10 @@ def test_offsets_are_told_and_corrected_between_ranks_whose_clocks_differ(tmp_pa
     assert 0 < error_s < WITHIN_S
     assert abs(corrections[1]["clock_offset_ns"] / 1e9 + AHEAD_S) <= error_s
     assert abs(clocks["1"]["offset_s"] + AHEAD_S) <= clocks["1"]["error_s"]
+    by_group = planes[0][2]
+    assert 0 < by_group.error_ns < WITHIN_S * 1e9
+    assert abs(by_group.offset_ns / 1e9 + AHEAD_S) <= by_group.error_ns / 1e9
+    assert planes[1][2] == Offset(0, 0), "its own"
     early, late = reductions(trace, 0), reductions(trace, 1)
     assert len(early) == len(late) == STEPS
     for (begun_s, ended_s), (late_begun_s, late_ended_s) in zip(early, late, strict=True):

@@ -63,7 +63,7 @@ def test_the_slowest_rank_is_the_one_that_was_found_to_be_late() -> None:
     assert slowest_rank(others) is None
     with pytest.raises(InvalidUsageError, match="source must hold"):
         slowest_rank({})
-    with pytest.raises(InvalidUsageError, match="source must be a URL, or a dict by rank, got list"):
+    with pytest.raises(InvalidUsageError, match="source must be a group, a URL, or a dict by rank, got list"):
         slowest_rank([])  # type: ignore[arg-type]  # wrong, on purpose
     with pytest.raises(InvalidUsageError, match="url must start with http"):
         slowest_rank("127.0.0.1:9400")
