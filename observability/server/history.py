@@ -133,7 +133,7 @@ def _row(change: Sequence[float], span_s: float) -> array[float]:
 
 def _quantile(durations: Sequence[float], part: float, ended: float) -> float:
     """Return a quantile in seconds: linear inside a place, which holds those above half of its bound."""
-    below = 0
+    below = 0.0
     for place, count in enumerate(durations):
         if count and below + count >= part * ended:
             least = 2.0 ** (place - 1)
