@@ -13,6 +13,8 @@ from __future__ import annotations
 from time import monotonic_ns
 
 from dist2 import ProcessGroup
+from dist2.errors import InvalidUsageError
+from dist2.operation.instruments import dispatch
 from observability.clocks import ClockOffset, clock_id
 from observability.entries import Entries, document_of
 from observability.flight_recorder import global_rank, instrument
@@ -25,7 +27,12 @@ def slowest_in(pg: ProcessGroup) -> int | None:
     """Return the rank in the job that costs the ranks of a group most; see `observability.slowest_rank`.
 
     All ranks of the group must call it. All get the same answer.
+
+    Raises:
+        InvalidUsageError: This process does not record operations.
     """
+    if instrument not in dispatch.instruments:
+        raise InvalidUsageError("the flight recorder of this process is off: unset DIST2_INSTRUMENTS")
     mine = document_of(instrument, global_rank(pg.info))
     clocks = clocks_of(pg)
     documents = pg.gather_object(mine)

@@ -206,7 +206,7 @@ def slowest_rank(
 
     Raises:
         InvalidUsageError: There are no metrics, or the URL or the token cannot be one; or there is no
-            control plane in this process.
+            control plane in this process, or, for a group, no flight recorder.
         urllib.error.HTTPError: The control plane refused; 401 for a wrong token.
         OSError: It cannot be reached.
 
