@@ -60,6 +60,7 @@ def be_rank(pipe: Connection, rank: int, path: Path) -> None:
         except OSError as error:
             pipe.send(error)
             return
+        pipe.send(None)
     store = dist2.FileStore(str(path), 2)
     with (
         dist2.new_group("socket", 30, store=store, rank=rank, world_size=2, name="training") as pg,
@@ -88,10 +89,10 @@ def reductions(trace: Any, rank: int) -> list[tuple[float, float]]:
 
 def test_offsets_are_told_and_corrected_between_ranks_whose_clocks_differ(tmp_path: Path) -> None:
     with started(be_rank, *[(rank, tmp_path / "store") for rank in range(2)]) as pipes:
+        refused = pipes[1].recv()
+        if refused is not None:
+            pytest.skip(f"time namespaces cannot be made here: {refused}")
         planes = answers_of(pipes)
-        for refused in planes:
-            if isinstance(refused, OSError):
-                pytest.skip(f"time namespaces cannot be made here: {refused}")
         jobs = [ask(plane, "/job")["ranks"] for plane in planes]
         trace = ask(planes[0], "/trace?seconds=60")
         clocks = ask(planes[0], "/stragglers")["clocks"]
