@@ -305,14 +305,14 @@ class Metrics:
                 self._end_window(series)
         return [Series.of(*copy) for copy in sorted(copies)]
 
-    def totals(self) -> dict[str, Counters]:
-        """Return the counters of each operation over all groups and sizes, without ending a window."""
-        found: dict[str, Counters] = {}
+    def totals(self) -> dict[tuple[str, int], Counters]:
+        """Return the counters of each (operation, number of ranks), without ending a window."""
+        found: dict[tuple[str, int], Counters] = {}
         with self._lock:
             self._sort_in()
             for some in self._series.values():
                 for key, counters in some.items():
-                    _add(found.setdefault(key.op, _no_counts()), counters)
+                    _add(found.setdefault((key.op, key.world_size), _no_counts()), counters)
         return found
 
     def errors(self) -> dict[ErrorKey, int]:

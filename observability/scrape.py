@@ -11,8 +11,10 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from dist2 import ProcessGroup
 from dist2.errors import ArgumentTypeError, InvalidUsageError
 from observability.client import fetch, require_http
+from observability.group_stragglers import slowest_in
 
 DURATIONS = "dist2_operation_duration_seconds"
 """The histogram of how long operations took."""
@@ -187,21 +189,24 @@ def read_metrics(url: str, token: str | None = None, *, timeout_s: float = 5.0) 
     return parse_metrics(fetch(f"{base}/metrics", token, timeout_s=timeout_s).decode("utf-8"))
 
 
-def slowest_rank(source: str | Mapping[int, Scrape] | None = None, token: str | None = None) -> int | None:
+def slowest_rank(
+    source: ProcessGroup | str | Mapping[int, Scrape] | None = None, token: str | None = None
+) -> int | None:
     """Return the rank that costs the job most by arriving late at collectives; None if no rank does.
 
-    The verdict is that of the control plane that watches: it compares when all ranks called the same
-    operations, and noise names no rank. See `observability.stragglers`.
+    It compares when all ranks called the same operations, and noise names no rank. See
+    `observability.stragglers`.
 
     Args:
-        source: `Server.url` of any rank, for the verdict of now; by default the control plane of this
-            process. Or metrics by rank, those of the lowest rank included: then the rank that cost most
-            since the start.
+        source: `Server.url` of any rank, for the verdict of the control plane that watches; by default that
+            of this process. Or metrics by rank, those of the lowest rank included: then the rank that cost
+            most since the start. Or a group, without any control plane: then all of its ranks must call
+            this, and it judges the operations that their flight recorders still have.
         token: `Server.token`; by default the one derived from ``DIST2_SECRET``, where that is set.
 
     Raises:
         InvalidUsageError: There are no metrics, or the URL or the token cannot be one; or there is no
-            control plane in this process.
+            control plane in this process, or, for a group, no flight recorder.
         urllib.error.HTTPError: The control plane refused; 401 for a wrong token.
         OSError: It cannot be reached.
 
@@ -209,7 +214,11 @@ def slowest_rank(source: str | Mapping[int, Scrape] | None = None, token: str | 
         >>> with observability.start(pg, announce=False) as server:
         ...     print(observability.slowest_rank(server.url, server.token))
         None
+        >>> observability.slowest_rank(pg) is None
+        True
     """
+    if isinstance(source, ProcessGroup):
+        return slowest_in(source)
     if source is None:
         from observability.server import running
 
@@ -221,7 +230,8 @@ def slowest_rank(source: str | Mapping[int, Scrape] | None = None, token: str | 
         found = json.loads(fetch(f"{source.removesuffix('/')}/stragglers", token))["stragglers"]
         return int(found[0]["rank"]) if found else None
     if not isinstance(source, Mapping):
-        raise ArgumentTypeError(f"source must be a URL, or a dict by rank, got {type(source).__name__}")
+        name = type(source).__name__
+        raise ArgumentTypeError(f"source must be a group, a URL, or a dict by rank, got {name}")
     if not source:
         raise InvalidUsageError("source must hold the metrics of at least one rank")
     late_s: dict[int, float] = {}

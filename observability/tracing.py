@@ -7,8 +7,8 @@ joins them; so do a message's.
 
 `Timeline` is the record of one rank, as plain data that travels between control planes. `merged`
 puts those of several ranks on one clock, and adds a fact that needs all of them: an operation in which
-all ranks wait for all falls into *wait*, until the last rank has called it, and *move*. Where parts were
-recorded (`record_parts`), an operation falls into those instead. Times are those of
+all ranks wait for all, and a receive, fall into *wait*, until the last rank has called it, and *move*. Where
+parts were recorded (`record_parts`), an operation falls into those instead. Times are those of
 the monotonic clock of the rank that merges; of the others' it is known how far they are off, and by how
 much that may be wrong.
 """
@@ -289,14 +289,14 @@ def merged(
 
 
 def _last_calls(told: Sequence[tuple[Timeline, Offset]]) -> dict[str, int]:
-    """Return the time of the last call of each synchronizing operation that all ranks have reported."""
+    """Return the time of the last call of each meeting or message that all ranks of it have reported."""
     calls: dict[str, list[int]] = defaultdict(list)
     members: dict[str, int] = {}
     for timeline, offset in told:
         for each in timeline.slices:
-            if each.op in _MEETINGS and each.flow:
+            if each.flow and (each.op in _MEETINGS or each.op in _MESSAGES):
                 calls[each.flow].append(each.created_ns + offset.offset_ns)
-                members[each.flow] = len(timeline.groups[each.group].ranks)
+                members[each.flow] = 2 if each.op in _MESSAGES else len(timeline.groups[each.group].ranks)
     return {flow: max(times) for flow, times in calls.items() if len(times) == members[flow] > 1}
 
 
@@ -340,7 +340,9 @@ def _tracks(
             lanes += 1
         lane = heapq.heappop(free)
         heapq.heappush(busy, (each.finished_ns or timeline.taken_ns, lane))
-        events += _slice(timeline, offset, each, first_track + lane, last_calls.get(each.flow))
+        # A send may end before its receive is called.
+        last_call_ns = None if each.op == OpKind.SEND.value else last_calls.get(each.flow)
+        events += _slice(timeline, offset, each, first_track + lane, last_call_ns)
     names = []
     for lane in range(max(1, lanes)):
         title = f"{group.name} ({group.backend})" + (f" +{lane}" if lane else "")

@@ -25,7 +25,15 @@ Document = Mapping[str, Any]
 
 SHOWN_VERDICTS = 4
 SHOWN_STRAGGLERS = 5
-STYLES = {"waiting": "yellow", "waited for": "bold red", "broken": "bold red", "silent": "bold red"}
+STYLES = {
+    "waited for": "bold red",
+    "broken": "bold red",
+    "silent": "bold red",
+    "waiting": "yellow",
+    "ok": "none",
+}
+"""Of a rank by its state; the most urgent state first, as on the page."""
+ORDER = {state: place for place, state in enumerate(STYLES)}
 COLUMNS = ("rank", "state", "group", "last operation", "in flight", "age", "missing")
 NUMBERS = ("ops/s", "payload", "bus")
 
@@ -54,8 +62,7 @@ class Frame:
         """Return the frame.
 
         Args:
-            most_rows: Number of rows of the table of ranks; all rows by default. Ranks in trouble come first
-                if some are left out.
+            most_rows: Number of rows of the table of ranks, of ranks in trouble first; all rows by default.
         """
         parts: list[RenderableType] = [self._title()]
         if self.trouble:
@@ -83,10 +90,8 @@ class Frame:
 
     def _ranks(self, most_rows: int | None) -> RenderableType:
         assert self.job is not None
-        rows = list(_rows(self.job, self.before))
+        rows = sorted(_rows(self.job, self.before), key=lambda row: (ORDER[row.state], row.rank))
         left_out = 0 if most_rows is None else len(rows) - most_rows
-        if most_rows is not None and left_out > 0:
-            rows = sorted(rows, key=lambda row: row.urgency)[:most_rows]
         table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
         for name in COLUMNS:
             right = name in ("rank", "age")
@@ -95,8 +100,8 @@ class Frame:
             )
         for name in NUMBERS:
             table.add_column(name, justify="right", no_wrap=True)
-        for row in rows:
-            table.add_row(*row.cells(), style=STYLES.get(row.state, "none"))
+        for row in rows[:most_rows]:
+            table.add_row(*row.cells(), style=STYLES[row.state])
         shown = Padding(table, (1, 0, 0, 0))
         if left_out <= 0:
             return shown
@@ -152,11 +157,6 @@ class Row:
     operations: float | None = None
     payload: float | None = None
     bus: float | None = None
-
-    @property
-    def urgency(self) -> tuple[bool, bool, int]:
-        """A key that sorts culprits first, then ranks that wait, then the others by rank."""
-        return self.state in ("ok", "waiting"), self.state == "ok", self.rank
 
     def cells(self) -> list[RenderableType]:
         """Return the cells of the table."""

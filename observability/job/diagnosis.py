@@ -5,7 +5,7 @@ operations; the others are *missing*. A message waits for its peer, unless the p
 An edge of the wait-for graph leads from a rank inside an operation to each missing rank. A *culprit* is a
 missing rank that waits for no rank, or does not answer; where all missing ranks wait, a cycle of the graph
 is the reason, and where members of one group called different operations under one number, that divergence
-is.
+is. Where no operation waits, but most ranks are in one other call of dist2, the others are culprits.
 """
 
 from __future__ import annotations
@@ -479,7 +479,10 @@ class _Diagnostician:
         return f"rank {rank} is in {mine.title}{where}, while {named(main.ranks)} are in {main.title}{there}"
 
     def _building(self) -> Iterator[str]:
-        """Say which ranks are in a call of dist2 that is no operation, such as the making of a group."""
+        """Say which ranks are in a call of dist2 that is no operation, such as the making of a group.
+
+        The ranks outside of it are culprits if they are fewer: a call of a few ranks may be theirs alone.
+        """
         inside: dict[tuple[str, str], list[int]] = defaultdict(list)
         for rank, state in self._states.items():
             main = state["main"]
@@ -488,6 +491,8 @@ class _Diagnostician:
         for (function, place), ranks in inside.items():
             outside = sorted({*self._answers} - set(ranks))
             if outside:
+                if len(outside) < len(ranks):
+                    self._apart += outside
                 others = "; ".join(
                     f"rank {rank}: {self._stands(rank) if rank in self._states else 'no answer'}"
                     for rank in outside[:4]

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from dist2.backends.socket.address import data_host
 from dist2.errors import ArgumentTypeError, BackendUnavailableError, Dist2Error, InvalidUsageError
 from dist2.group.open_groups import open_groups
 from dist2.operation.instruments import dispatch
@@ -188,7 +189,8 @@ def start(
     Args:
         pg: The group whose rank names this process, and in whose store the ranks find each other; by default
             the first that is open. Without one, the control plane shows this process only.
-        host: Address to listen on. Anything but loopback needs TLS: ``DIST2_TLS_CERT``, ``DIST2_TLS_KEY`` and
+        host: Address to listen on, by which other ranks reach it; of ``0.0.0.0`` they use the one on the way
+            to the group's store. Anything but loopback needs TLS: ``DIST2_TLS_CERT``, ``DIST2_TLS_KEY`` and
             ``DIST2_TLS_CA``.
         port: 0 takes a free one.
         token: The token of requests; the same on all ranks. By default it is derived from ``DIST2_SECRET``
@@ -230,7 +232,8 @@ def start(
     else:
         listener = _listen(host, port, tls is not None)
         port = listener.getsockname()[1]
-        named = f"[{host}]" if ":" in host else host
+        named = _reached_by(host, pg or _first_open())
+        named = f"[{named}]" if ":" in named else named
         url = f"{'http' if tls is None else 'https'}://{named}:{port}"
     try:
         known_token = token or job_token(credentials)
@@ -346,6 +349,15 @@ def _listen(host: str, port: int, encrypted: bool) -> socket.socket:
         listener.close()  # before anything was answered
         raise InvalidUsageError(f"host={host!r} is reachable from other machines: {NEEDS_TLS}")
     return listener
+
+
+def _reached_by(host: str, pg: ProcessGroup | None) -> str:
+    """Return the address that other ranks connect to; of all addresses the one on the way to the store."""
+    spec = getattr(pg, "spec", None)  # groups of tests have none
+    if host not in ("0.0.0.0", "::") or spec is None:
+        return host
+    route = data_host(spec.store)
+    return route if (":" in route) == (":" in host) else host
 
 
 def _listen_unix(path: Path) -> socket.socket:

@@ -3,7 +3,7 @@
 Theory of operation. The thread of the control plane reads the counters every `EVERY_S` and keeps the
 difference to the reading before: operations pay nothing. A point has one row for all operations together
 and one for each of the first `MAX_OPS` names; other names count in the total only. So the memory is bounded:
-`POINTS` points of `MAX_OPS` + 1 rows of 5 doubles each are 1.2 MiB, a job of three operations keeps 0.6 MiB.
+`POINTS` points of `MAX_OPS` + 1 rows of 6 doubles each are 1.4 MiB, a job of three operations keeps 0.9 MiB.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import attrs
 
+from observability.exposition import bus_share
 from observability.metrics import BYTES, DURATIONS, FAILED, Metrics
 
 EVERY_S = 5.0
@@ -26,13 +27,15 @@ MAX_OPS = 8
 ALL = "all"
 """The row of all operations together."""
 
-FIELDS = ("per_s", "bytes_per_s", "failed", "p50_s", "p99_s")
-"""Of a row: operations and payload bytes a second, failures, and percentiles of the durations in seconds."""
+FIELDS = ("per_s", "bytes_per_s", "bus_bytes_per_s", "failed", "p50_s", "p99_s")
+"""Of a row: operations, payload bytes and bytes over the bus a second, failures, percentiles in seconds."""
 
-PERCENTILES = FIELDS[3:]
+PERCENTILES = FIELDS[4:]
 
 COUNTED = FAILED + 1
 """Fields of a series that are read: the later ones are no counts."""
+BUS_BYTES = COUNTED
+"""Place of a further count in a row's change."""
 
 
 @attrs.frozen
@@ -63,26 +66,26 @@ class History:
         self._metrics = metrics
         self._points: deque[_Point] = deque(maxlen=POINTS)
         self._names: list[str] = [ALL]
-        self._before: Mapping[str, Sequence[int]] = metrics.totals()
+        self._before: Mapping[tuple[str, int], Sequence[int]] = metrics.totals()
         self._before_ns = time.monotonic_ns()
 
     def sample(self) -> None:
         """Add a point; called by one thread only."""
         now_ns, totals = time.monotonic_ns(), self._metrics.totals()
         span_s = max(now_ns - self._before_ns, 1) / 1e9
-        rows: dict[str, array[float]] = {}
-        everything = [0] * COUNTED
-        for op, counters in totals.items():
-            before = self._before.get(op)
+        changes: dict[str, list[float]] = {ALL: [0] * (COUNTED + 1)}
+        for (op, world_size), counters in totals.items():
+            before = self._before.get((op, world_size))
             change = [counters[place] - (before[place] if before else 0) for place in range(COUNTED)]
-            everything = [total + each for total, each in zip(everything, change, strict=True)]
             if not any(change[:DURATIONS]) and not change[FAILED]:
                 continue
             if op not in self._names and len(self._names) <= MAX_OPS:
                 self._names.append(op)
-            if op in self._names:
-                rows[op] = _row(change, span_s)
-        rows[ALL] = _row(everything, span_s)
+            counts = [*change, change[BYTES] * bus_share(op, world_size)]
+            for name in (ALL, op):
+                known = changes.get(name, [0] * len(counts))
+                changes[name] = [sum(pair) for pair in zip(known, counts, strict=True)]
+        rows = {name: _row(change, span_s) for name, change in changes.items() if name in self._names}
         in_flight = self._metrics.in_flight()
         oldest_s = max(0, now_ns - in_flight[0].created_ns) / 1e9 if in_flight else 0.0
         self._points.append(_Point(time.time(), len(in_flight), oldest_s, rows))
@@ -112,7 +115,7 @@ def _columns(rows: Sequence[array[float] | None]) -> dict[str, list[float | None
     return columns
 
 
-def _row(change: Sequence[int], span_s: float) -> array[float]:
+def _row(change: Sequence[float], span_s: float) -> array[float]:
     durations = change[:DURATIONS]
     ended = sum(durations)
     return array(
@@ -120,6 +123,7 @@ def _row(change: Sequence[int], span_s: float) -> array[float]:
         (
             (ended + change[FAILED]) / span_s,
             change[BYTES] / span_s,
+            change[BUS_BYTES] / span_s,
             change[FAILED],
             _quantile(durations, 0.5, ended),
             _quantile(durations, 0.99, ended),
@@ -127,9 +131,9 @@ def _row(change: Sequence[int], span_s: float) -> array[float]:
     )
 
 
-def _quantile(durations: Sequence[int], part: float, ended: int) -> float:
+def _quantile(durations: Sequence[float], part: float, ended: float) -> float:
     """Return a quantile in seconds: linear inside a place, which holds those above half of its bound."""
-    below = 0
+    below = 0.0
     for place, count in enumerate(durations):
         if count and below + count >= part * ended:
             least = 2.0 ** (place - 1)

@@ -12,7 +12,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import h11
 import uvicorn
@@ -41,6 +41,11 @@ class Connection(H11Protocol):
 
     _overdue: asyncio.TimerHandle | None = None
     _has_spoken = False
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        # uvicorn's own option would silence other servers of the process too.
+        self.access_log = False
 
     @property
     def since(self) -> float | None:
@@ -154,6 +159,20 @@ class _QuietServer(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._stop.set)
 
 
+class _TroublesOnly(logging.Filter):
+    """Drops what one thread logs below WARNING: uvicorn logs that it starts and stops.
+
+    Not the level of uvicorn's logger, which other servers of the process use too.
+    """
+
+    def __init__(self, thread_id: int) -> None:
+        super().__init__()
+        self._thread_id = thread_id
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.thread != self._thread_id or record.levelno >= logging.WARNING
+
+
 class Serving:
     """The thread that answers requests.
 
@@ -186,7 +205,6 @@ class Serving:
             ws="none",
             lifespan="off",
             log_config=None,
-            access_log=False,
             server_header=False,
             date_header=False,
             proxy_headers=False,
@@ -219,7 +237,10 @@ class Serving:
             raise Dist2Error(f"the control plane did not stop within {STOP_S} s")
 
     def _run(self) -> None:
+        of_uvicorn, troubles = logging.getLogger("uvicorn.error"), _TroublesOnly(threading.get_ident())
+        of_uvicorn.addFilter(troubles)
         try:
             asyncio.run(self._server.serve(sockets=[self._listener]))
         finally:
+            of_uvicorn.removeFilter(troubles)
             self._listener.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import logging
 import os
 import pickle
 import socket
@@ -604,3 +605,38 @@ def test_a_client_that_does_not_read_its_answer_leaves_no_connection() -> None:
             del serving
             gc.collect()
         assert not [each for each in seen if issubclass(each.category, ResourceWarning)]
+
+
+def test_uvicorn_logs_errors_only_and_other_servers_of_the_process_as_before(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As in a program that has called ``logging.basicConfig(level="INFO")``."""
+    caplog.set_level(logging.INFO)
+    access, errors = logging.getLogger("uvicorn.access"), logging.getLogger("uvicorn.error")
+    before = [
+        (each.level, each.propagate, list(each.handlers), list(each.filters)) for each in (access, errors)
+    ]
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert scope["path"] != "/wrong"
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    serving = Serving(app, listener)
+    statuses = [httpx.get(url + path, trust_env=False).status_code for path in ("/", "/wrong")]
+    access.info("a request of another server")
+    errors.info("another server started")
+    serving.stop()
+    assert statuses == [200, 500]
+    said = [(each.levelname, each.getMessage()) for each in caplog.records if each.name.startswith("uvicorn")]
+    assert said == [
+        ("ERROR", "Exception in ASGI application\n"),
+        ("INFO", "a request of another server"),
+        ("INFO", "another server started"),
+    ]
+    after = [
+        (each.level, each.propagate, list(each.handlers), list(each.filters)) for each in (access, errors)
+    ]
+    assert after == before

@@ -14,6 +14,7 @@ import pytest
 from support import certificates
 from support.captured_logs import logged, refusals_in
 
+import dist2
 import observability
 from dist2.errors import InvalidUsageError
 from dist2.security.refusals import refusals
@@ -134,6 +135,11 @@ def test_with_tls_it_may_listen_everywhere(encrypted: tuple[Server, ssl.SSLConte
     with observability.start(host="0.0.0.0") as server:
         url = server.url.replace("0.0.0.0", "127.0.0.1")
         assert observability.read_metrics(url, server.token).value("dist2_build_info") == 1
+    with (
+        dist2.new_group("fake", 20, rank=0, world_size=2) as pg,
+        observability.start(pg, host="0.0.0.0") as server,
+    ):
+        assert server.url.startswith("https://127.0.0.1:"), "other ranks cannot connect to 0.0.0.0"
 
 
 @pytest.fixture(params=["tls", "both"])

@@ -93,8 +93,12 @@ def test_a_call_that_is_no_operation_is_told_once_it_takes_long() -> None:
         return rank(4, main=main)
 
     assert diagnose({0: inside(0.5), 1: rank(4), 2: rank(4)}, AFTER_S) == Diagnosis()
-    (told,) = diagnose({0: inside(1.5), 1: rank(4), 2: rank(4)}, AFTER_S).verdict
+    found = diagnose({0: inside(1.5), 1: rank(4), 2: rank(4)}, AFTER_S)
+    (told,) = found.verdict
     assert told.startswith("rank 0 is in dist2's new_group, called at job.py:9 in main; rank 1: ")
+    assert found.culprits == ()
+    found = diagnose({0: inside(1.5), 1: rank(4), 2: inside(1.5)}, AFTER_S)
+    assert found.culprits == (1,), "most ranks are in it"
 
 
 def test_a_member_that_was_too_slow_to_answer_is_no_culprit_beside_one_that_is_missing() -> None:

@@ -207,6 +207,8 @@ def check_run(page: Page) -> None:
     see(page, "#grid tbody tr:first-child", "not a member")
     sync_api.expect(page.locator("#grid tbody tr")).to_have_count(RANKS)
     see(page, "#bandwidth-now", "B/s, at most")
+    for name in ("payload", "bus"):
+        see(page, "#bandwidth .u-legend", name)
     assert page.locator(".plot canvas").count() == 3
     see(page, "#operations", "barrier")
     page.select_option("#op", "barrier")

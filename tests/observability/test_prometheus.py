@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 import time
@@ -10,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import debian, prometheus
+import yaml
+from support import certificates, debian, prometheus
 from support.fake_groups import FakeGroup, info_of
 from support.processes import run_processes
 from support.programs import ROOT
 
+import dist2
 import observability
 from dist2 import ProcessGroup
 from observability.exposition import registry_of
@@ -39,7 +42,7 @@ def wait_for(path: Path) -> None:
 
 
 def rank_main(pg: ProcessGroup, folder: Path) -> None:
-    """Run some steps; then all ranks but one come to a barrier, which the test has come to an end."""
+    """Run some steps, and others for as long as the test looks; then one rank does not come to a barrier."""
     with observability.start(pg, token=TOKEN) as server:
         for _ in range(STEPS):
             pg.all_reduce(torch.ones(1000))
@@ -47,7 +50,11 @@ def rank_main(pg: ProcessGroup, folder: Path) -> None:
         if pg.rank() == 1:
             (folder / "ran.part").write_text(server.url)  # any rank will do
             (folder / "ran.part").rename(folder / "ran")
-        wait_for(folder / "hang")
+        going = torch.ones(1)
+        while going.item():  # so that there are rates
+            time.sleep(0.05)
+            going.fill_(not (folder / "hang").exists())
+            pg.broadcast(going, root=1)
         if pg.rank() == STUCK:
             wait_for(folder / "enough")
         pg.barrier()
@@ -101,11 +108,14 @@ def test_prometheus_finds_all_ranks_counts_rightly_and_says_which_rank_is_stuck(
             )
             assert histogram == {"": 4 * STEPS}
             assert "Dist2RankStuck" not in server.firing()
+            check_dashboard(server)
             (tmp_path / "hang").touch()
             firing = prometheus.until(server.firing, lambda seen: "Dist2RankStuck" in seen)
             (stuck,) = firing["Dist2RankStuck"]
             assert (stuck["rank"], stuck["group"]) == (str(STUCK), "test")
             assert stuck["summary"] == f"rank {STUCK} is stuck: group test waits for it"
+            behind = data_of(server, "Ranks behind")
+            assert re.findall(r"rank=\d", " ".join(behind)) == [f"rank={STUCK}"]
             (tmp_path / "enough").touch()
             prometheus.until(server.firing, lambda seen: "Dist2RankStuck" not in seen)
     finally:
@@ -113,6 +123,41 @@ def test_prometheus_finds_all_ranks_counts_rightly_and_says_which_rank_is_stuck(
         (tmp_path / "enough").touch()
         job.join()
     assert failed == []
+
+
+@pytest.mark.slow
+def test_prometheus_scrapes_with_the_configuration_for_kubernetes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prometheus.require()
+    tls = certificates.make(tmp_path / "pod", name="training").variables
+    for name, path in tls.items():
+        monkeypatch.setenv(name, path)
+    documents = yaml.safe_load_all((MONITORING / "kubernetes.yml").read_text())
+    (text,) = [each["data"]["prometheus.yml"] for each in documents if each["kind"] == "ConfigMap"]
+    store = dist2.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with (
+        dist2.new_group("fake", 20, store=store, rank=0, world_size=1) as pg,
+        observability.start(pg, token=TOKEN, announce=False) as plane,
+    ):
+        for theirs, ours in {
+            "https://training-0.training:9400": plane.url,
+            "/run/dist2/token": "dist2_token",
+            "/run/tls/ca.pem": tls["DIST2_TLS_CA"],
+            "/etc/dist2/rules.yml": "rules.yml",
+            "scrape_interval: 5s": "scrape_interval: 1s",
+        }.items():
+            assert theirs in text
+            text = text.replace(theirs, ours)
+        (tmp_path / "prometheus.yml").write_text(text)
+        (tmp_path / "rules.yml").write_text((MONITORING / "rules.yml").read_text())
+        (tmp_path / "dist2_token").write_text(TOKEN)
+        prometheus.promtool("check", "config", "prometheus.yml", folder=tmp_path)
+        with prometheus.running(tmp_path) as server:
+            prometheus.until(lambda: server.query("up"), lambda seen: list(seen.values()) == [1])
+            assert ",plane=store" in "".join(data_of(server, "Connections"))
+            assert "request=append" in data_of(server, "Store requests a second")
+    store.close()
 
 
 def test_the_rules_say_what_they_must_and_nothing_else(tmp_path: Path) -> None:
@@ -123,12 +168,73 @@ def test_the_rules_say_what_they_must_and_nothing_else(tmp_path: Path) -> None:
     prometheus.promtool("test", "rules", "rules_test.yml", folder=tmp_path)
 
 
+DASHBOARD = json.loads((MONITORING / "grafana.json").read_text())
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+QUIET = {"Ranks behind", "Stragglers", "Failed operations", "Refused connections"}
+"""Panels without data while nothing is wrong."""
+CONNECTED = {"Connections", "Store requests a second"}
+"""Panels without data for a job that meets in a file, on one host."""
+
+
+def filled_in(expression: str) -> str:
+    """Put into an expression what Grafana does by default for its variables."""
+    for variable in DASHBOARD["templating"]["list"][1:]:
+        expression = expression.replace(f"${variable['name']}", variable["allValue"])
+    assert "$" not in expression
+    return expression
+
+
+def data_of(server: prometheus.Prometheus, title: str, place: int = 0) -> dict[str, float]:
+    """Return the data of a panel, once there are any; those of operations that rest may be NaN."""
+    (targets,) = [panel["targets"] for panel in PANELS if panel["title"] == title]
+    found: dict[str, float] = prometheus.until(
+        lambda: server.query(filled_in(targets[place]["expr"])),
+        lambda seen: not all(map(math.isnan, seen.values())),
+    )
+    return found
+
+
+def check_dashboard(server: prometheus.Prometheus) -> None:
+    """Ask what the dashboard asks, during a run: panels have data with the labels that their legends name."""
+    for panel in PANELS:
+        for place, target in enumerate(panel["targets"]):
+            if panel["title"] in QUIET | CONNECTED:
+                server.query(filled_in(target["expr"]))
+                continue
+            found = data_of(server, panel["title"], place)
+            labels = {pair.partition("=")[0] for series in found for pair in series.split(",")}
+            assert set(re.findall(r"{{ ?(\w+) ?}}", target.get("legendFormat", ""))) <= labels, panel["title"]
+    for variable, values in (("job", ["training"]), ("group", ["test"])):
+        (of_dashboard,) = [each for each in DASHBOARD["templating"]["list"] if each["name"] == variable]
+        asked = re.fullmatch(r"label_values\((.*), (\w+)\)", of_dashboard["query"]["query"])
+        assert asked is not None
+        assert server.label_values(filled_in(asked[1]), asked[2]) == values
+
+
 def expressions_of_the_dashboard() -> list[str]:
-    dashboard = json.loads((MONITORING / "grafana.json").read_text())
-    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
-    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
-    assert all(panel["title"] and panel["fieldConfig"]["defaults"]["unit"] for panel in panels)
-    return [target["expr"] for panel in panels for target in panel["targets"]]
+    return [target["expr"] for panel in PANELS for target in panel["targets"]]
+
+
+def test_the_dashboard_is_whole() -> None:
+    """Grafana itself is not run: ids and places are unique, and all queries go to the chosen source."""
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+    assert all(panel["title"] and panel["fieldConfig"]["defaults"]["unit"] for panel in PANELS)
+    source, *variables = DASHBOARD["templating"]["list"]
+    assert (source["name"], source["type"], source["query"]) == ("datasource", "datasource", "prometheus")
+    chosen = {"type": "prometheus", "uid": "${datasource}"}
+    asking = [*PANELS, *[target for panel in PANELS for target in panel["targets"]], *variables]
+    assert all(each["datasource"] == chosen for each in [*asking, *DASHBOARD["annotations"]["list"]])
+    cells: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        place = panel["gridPos"]
+        columns, rows = (range(place[at], place[at] + place[size]) for at, size in (("x", "w"), ("y", "h")))
+        assert columns.stop <= 24
+        taken = {(x, y) for x in columns for y in rows}
+        assert not cells & taken, panel["title"]
+        cells |= taken
+    for panel in PANELS:
+        names = [target["refId"] for target in panel["targets"]]
+        assert len(set(names)) == len(names)
 
 
 def test_the_dashboard_asks_what_prometheus_understands(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from prometheus_client import generate_latest
 from support.fake_groups import FakeGroup, info_of
 
+import dist2
 from dist2.errors import InvalidUsageError
+from dist2.operation.instruments import dispatch
 from observability.exposition import registry_of
 from observability.metrics import Metrics
 from observability.scrape import Scrape, parse_metrics, quantile_of, read_metrics, slowest_rank
@@ -63,12 +65,20 @@ def test_the_slowest_rank_is_the_one_that_was_found_to_be_late() -> None:
     assert slowest_rank(others) is None
     with pytest.raises(InvalidUsageError, match="source must hold"):
         slowest_rank({})
-    with pytest.raises(InvalidUsageError, match="source must be a URL, or a dict by rank, got list"):
+    with pytest.raises(InvalidUsageError, match="source must be a group, a URL, or a dict by rank, got list"):
         slowest_rank([])  # type: ignore[arg-type]  # wrong, on purpose
     with pytest.raises(InvalidUsageError, match="url must start with http"):
         slowest_rank("127.0.0.1:9400")
     with pytest.raises(InvalidUsageError, match="no control plane runs in this process"):
         slowest_rank()
+
+
+def test_without_a_recorder_no_rank_is_held_for_punctual(monkeypatch: pytest.MonkeyPatch) -> None:
+    with dist2.new_group("fake", 20, rank=0, world_size=1) as pg:
+        assert slowest_rank(pg) is None
+        monkeypatch.setattr(dispatch, "instruments", ())
+        with pytest.raises(InvalidUsageError, match="unset DIST2_INSTRUMENTS"):
+            slowest_rank(pg)
 
 
 def test_the_url_must_be_one() -> None:

@@ -268,7 +268,9 @@ SITUATIONS = (
     Situation(store_gone, (2,), (BLAMED, "in idle")),
     Situation(store_stopped, (2,), (BLAMED, "in idle")),
     Situation(split_without_one, (2,), ("rank 2 (last seen: never in this group) is waited for", "in idle")),
-    Situation(new_group_without_one, (), ("ranks 0, 1 are in dist2's new_group", "rank 2: its main thread")),
+    Situation(
+        new_group_without_one, (2,), ("ranks 0, 1 are in dist2's new_group", "rank 2: its main thread")
+    ),
     Situation(late_start, (2,), ("rank 2 is waited for", "never called observability.start, or not yet")),
 )
 

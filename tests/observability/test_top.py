@@ -97,7 +97,7 @@ def test_rates_are_differences_on_the_clock_of_the_rank() -> None:
     assert "MB/s" not in text_of(Frame("http://h", now)), "one answer has no rate"
 
 
-def test_ranks_in_trouble_come_first_where_some_are_left_out() -> None:
+def test_ranks_in_trouble_come_first() -> None:
     ranks = [rank(number, 1.0, 1, 1) for number in range(40)]
     ranks[30] = {"rank": 30, "state": "silent", "url": None, "silence": "connection refused"}
     ranks[33]["state"] = "waiting"
@@ -106,7 +106,11 @@ def test_ranks_in_trouble_come_first_where_some_are_left_out() -> None:
     assert numbers == ["30", "33", "0"]
     assert "37 more rows" in shown
     assert "rank 30: gone" in shown
-    assert "37 more" not in text_of(Frame("http://h", job(*ranks)))
+    ranks[35]["state"] = "waited for"
+    shown = text_of(Frame("http://h", job(*ranks)))
+    numbers = [line.split()[0] for line in shown.splitlines() if " dp " in line or "silent" in line]
+    assert numbers == ["35", "30", "33", *[str(each) for each in range(40) if each not in (30, 33, 35)]]
+    assert "more rows" not in shown
 
 
 def test_text_of_the_job_cannot_control_the_terminal() -> None:
@@ -163,7 +167,9 @@ def test_one_frame_of_a_job_that_waits(tmp_path: Path) -> None:
     assert "all_reduce #51" in waiting
     assert "rank 2" in waiting
     assert "0 MB/s" in waiting
-    (culprit,) = [line for line in top.output.splitlines() if line.split()[:2] == ["2", "waited"]]
+    lines = top.output.splitlines()
+    (culprit,) = [line for line in lines if line.split()[:2] == ["2", "waited"]]
+    assert lines.index(culprit) < lines.index(waiting)
     assert "all_reduce #50" in culprit
     assert "\x1b" not in top.output
     for command in ("top", "why", "trace"):

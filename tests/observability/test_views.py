@@ -31,11 +31,14 @@ INPROC = Tenant("inproc", "socket", {"transport": "inproc"})
 
 def test_a_point_is_what_happened_since_the_one_before() -> None:
     metrics = Metrics()
-    group = FakeGroup(info_of(), metrics)
+    group = FakeGroup(info_of(0, 4), metrics)
     group.run(group.signature(OpKind.BARRIER))
     kept = History(metrics)
-    for _ in range(10):
+    for _ in range(5):
         group.run()
+    pair = FakeGroup(info_of(0, 2, uid="pair"), metrics)
+    for _ in range(5):
+        pair.run()
     group.run(error=PeerLostError("lost", ranks=[1]))
     group.begin()
     kept.sample()
@@ -48,6 +51,7 @@ def test_a_point_is_what_happened_since_the_one_before() -> None:
     for columns in document["operations"].values():
         assert columns["failed"] == [1, 0]
         assert columns["per_s"][0] == pytest.approx(columns["bytes_per_s"][0] / 8 * 1.1, rel=0.01)
+        assert columns["bus_bytes_per_s"][0] == pytest.approx(columns["bytes_per_s"][0] * 1.25, rel=0.01)
         assert columns["per_s"][1] == columns["bytes_per_s"][1] == 0
         assert 0 < columns["p50_s"][0] <= columns["p99_s"][0]
         assert columns["p50_s"][1] is columns["p99_s"][1] is None

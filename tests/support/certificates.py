@@ -19,11 +19,11 @@ class Certificates:
     variables: dict[str, str]
 
 
-def make(directory: Path, authority: trustme.CA | None = None) -> Certificates:
-    """Write a certificate for loopback, its key and its CA into a new directory."""
+def make(directory: Path, authority: trustme.CA | None = None, name: str = "127.0.0.1") -> Certificates:
+    """Write a certificate for a name, its key and its CA into a new directory."""
     authority = authority or trustme.CA()
     directory.mkdir()
-    issued = authority.issue_cert("127.0.0.1")
+    issued = authority.issue_cert(name)
     files = {name: directory / f"{name}.pem" for name in ("cert", "key", "ca")}
     for blob in issued.cert_chain_pems:
         blob.write_to_path(files["cert"], append=True)

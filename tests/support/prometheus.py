@@ -55,6 +55,11 @@ class Prometheus:
             for row in rows
         }
 
+    def label_values(self, series: str, label: str) -> list[str]:
+        """Return the values of a label in the series of a selector."""
+        values: list[str] = self._get(f"label/{label}/values?match[]={quote(series)}")
+        return values
+
     def firing(self) -> dict[str, list[dict[str, str]]]:
         """Return the labels of the alerts that fire, by their name."""
         found: dict[str, list[dict[str, str]]] = {}

@@ -24,7 +24,7 @@ const line = (label, tone, values, dash) => ({
 
 const charts = {
   latency: { lines: [line("p50", "blue", duration), line("p99", "orange", duration, [6, 3])], values: duration, log: true },
-  bandwidth: { lines: [line("payload", "blue", value => `${bytes(value)}/s`)], values: value => `${bytes(value)}/s` },
+  bandwidth: { lines: [line("payload", "blue", value => `${bytes(value)}/s`), line("bus", "orange", value => `${bytes(value)}/s`, [6, 3])], values: value => `${bytes(value)}/s` },
   rate: { lines: [line("ended", "blue", value => `${count(value)} /s`), line("in flight", "orange", count, [6, 3])], values: count },
 };
 
@@ -58,10 +58,10 @@ function words(id, values, text) {
 export function showHistory(history, op) {
   const columns = history.operations[op] ?? history.operations.all;
   drawn.latency.setData([history.at_s, columns.p50_s, columns.p99_s]);
-  drawn.bandwidth.setData([history.at_s, columns.bytes_per_s]);
+  drawn.bandwidth.setData([history.at_s, columns.bytes_per_s, columns.bus_bytes_per_s]);
   drawn.rate.setData([history.at_s, columns.per_s, history.in_flight]);
   words("latency", columns.p99_s, value => `p99 ${duration(value)}`);
-  words("bandwidth", columns.bytes_per_s, value => `${bytes(value)}/s`);
+  words("bandwidth", columns.bus_bytes_per_s, value => `bus ${bytes(value)}/s`);
   words("rate", columns.per_s, value => `${count(value)} /s`);
   const select = $("op"), names = Object.keys(history.operations);
   if (select.options.length === names.length) return;
