@@ -258,11 +258,11 @@ class C10dOverload:
     def __get__(self, instance: object, owner: type | None = None) -> Any: ...
 
 class FastMethod:
-    """A method in C for calls as they are mostly spelled: `dist2.c10d.fast_methods.fast_method`.
+    """A method in C for calls as they are mostly spelled: `dist2.c10d.methods.fast_method`.
 
     Args:
         otherwise: Called for all other calls.
-        pattern: See `dist2.c10d.fast_methods.Pattern`.
+        pattern: See `dist2.c10d.methods.Pattern`.
         kind: Part of the keys of plans, with
         agreed: this, unless the pattern says otherwise.
         async_op: Whether calls are asynchronous.
