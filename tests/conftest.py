@@ -80,9 +80,12 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where several workers run tests, run those first that are to run alone: later they wait for others."""
+    """Where several workers run tests, start with those that run alone, then with slow ones.
+
+    At the end they would wait for each other: the former for all workers, all for the last of the latter.
+    """
     if hasattr(config, "workerinput"):  # of pytest-xdist
-        items.sort(key=lambda item: item.get_closest_marker("alone") is None)
+        items.sort(key=lambda item: [item.get_closest_marker(name) is None for name in ("alone", "slow")])
 
 
 def pytest_runtest_logfinish() -> None:

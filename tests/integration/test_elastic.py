@@ -93,6 +93,7 @@ def _until(met: Callable[[], bool], limit_s: float) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_ranks_of_mp_spawn(tmp_path: Path) -> None:
     ended = run([sys.executable, written(tmp_path, SPAWNED), f"file://{tmp_path}/meeting"])
     assert (ended.code, ended.output) == (0, "ok\n"), ended

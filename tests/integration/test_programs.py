@@ -11,6 +11,7 @@ from support.programs import ROOT, run
 PROGRAMS = sorted(path for path in (ROOT / "examples" / "training").glob("*.py") if path.name != "job.py")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_programs_on_both_backends() -> None:
     """All in one process tree: importing torch takes longer than any of them."""

@@ -20,6 +20,7 @@ MISSING = [
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (extra `docs`)")
 
 
+@pytest.mark.slow
 def test_the_site_builds_and_documents_every_public_name(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
     ended = run(command, timeout_s=50.0, variables={"NO_MKDOCS_2_WARNING": "1"})

@@ -258,6 +258,7 @@ def check_broken_link(page: Page, troubles: list[str]) -> None:
     see(page, "#link", "live")
 
 
+@pytest.mark.slow
 def test_the_page_shows_a_run_a_hang_and_its_end(browser: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_plane, "EVERY_S", 0.5)
     with running() as job, browsing(job.url, browser) as (page, troubles):

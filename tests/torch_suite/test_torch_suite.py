@@ -55,6 +55,7 @@ def check_differences(found: Found) -> None:
         assert ends in (("passed", "failed"), ("skipped", "skipped")), f"{name} is no difference: {ends}"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_part_of_torchs_tests() -> None:
     (found,) = outcomes(*SUBSET, timeout_s=100).values()
