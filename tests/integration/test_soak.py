@@ -18,7 +18,7 @@ from support.warm_interpreter import warm_python
 from dist2.operation.kinds import Reduction
 
 SOAK = ROOT / "benchmarks" / "soak.py"
-SEED, EPISODES, RANKS = 9, 14, 3
+SEED, EPISODES, RANKS = 140, 8, 3
 
 
 @pytest.fixture

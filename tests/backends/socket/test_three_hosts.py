@@ -12,6 +12,7 @@ from typing import cast
 import pytest
 import torch
 from support.memory_endpoint import PostOffice
+from support.oracle import check_sum
 from support.ranks import Tenant, run_ranks
 
 from dist2 import ProcessGroup, compiled
@@ -114,11 +115,8 @@ def without_scripts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
 
 def sums(pg: ProcessGroup) -> None:
-    size = pg.size()
     for turn, numel in enumerate((1_500_001, 300_000)):
-        mine = (torch.arange(numel) % 8 + pg.rank() + turn).to(torch.float32)
-        pg.all_reduce(mine, timeout=20)
-        assert torch.equal(mine, (size * (torch.arange(numel) % 8 + turn) + sum(range(size))).float())
+        check_sum(pg, numel, turn)
 
 
 @pytest.mark.usefixtures("without_scripts")
