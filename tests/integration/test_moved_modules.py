@@ -27,7 +27,10 @@ EXPECTED = {
 """The findings of `interrupted_program`: whether Ctrl-C is deferred, and the end of groups."""
 
 
-@pytest.mark.parametrize("is_moved", [False, True], ids=["as_it_is", "moved"])
+@pytest.mark.parametrize(
+    "is_moved",
+    [pytest.param(False, marks=pytest.mark.exhaustive, id="as_it_is"), pytest.param(True, id="moved")],
+)
 def test_interruptions_are_safe_whatever_modules_are_called(is_moved: bool, tmp_path: Path) -> None:
     where = moved_copy(tmp_path / "copy") if is_moved else ROOT
     command = [
