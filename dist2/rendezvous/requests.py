@@ -153,14 +153,23 @@ def error_of(verdict: Verdict, timeout_s: float, endpoint: object = None) -> Dis
         timeout_s: The limit of the wait for other ranks, in seconds.
         endpoint: Where ranks meet, named in the message. There each failure is a `RendezvousError`.
     """
-    words = verdict.words if endpoint is None else f"{endpoint}: {verdict.words}"
-    if verdict.outcome is Outcome.TIMEOUT:
-        timed_out = OperationTimeoutError if endpoint is None else RendezvousTimeoutError
-        return timed_out(words, missing=verdict.ranks, timeout_s=timeout_s)
-    if endpoint is None and verdict.outcome is Outcome.LOST:
-        return PeerLostError(words, ranks=verdict.ranks)
-    types = {Outcome.MISMATCH: InvalidUsageError, Outcome.UNREADABLE: WireError} if endpoint is None else {}
-    return types.get(verdict.outcome, RendezvousError)(words)
+    words = verdict.words
+    if endpoint is not None:
+        words = f"{endpoint}: {words}"
+        if verdict.outcome is Outcome.TIMEOUT:
+            return RendezvousTimeoutError(words, missing=verdict.ranks, timeout_s=timeout_s)
+        return RendezvousError(words)
+    match verdict.outcome:
+        case Outcome.TIMEOUT:
+            return OperationTimeoutError(words, missing=verdict.ranks, timeout_s=timeout_s)
+        case Outcome.LOST:
+            return PeerLostError(words, ranks=verdict.ranks)
+        case Outcome.MISMATCH:
+            return InvalidUsageError(words)
+        case Outcome.UNREADABLE:
+            return WireError(words)
+        case _:
+            return RendezvousError(words)
 
 
 def part_of(store: TorchStore, name: object) -> PrefixStore:
