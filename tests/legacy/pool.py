@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-from support.processes import context
+from support.processes import context, start
 
 CASE_S = 45.0
 """A case that takes longer is stuck."""
@@ -32,15 +32,12 @@ class RankPool:
         self._start()
 
     def _start(self) -> None:
-        pipes = [context.Pipe() for _ in range(self.world_size)]
-        self._pipes = [ours for ours, _ in pipes]
-        self._processes = [
-            context.Process(target=_serve, args=(rank, theirs), name=f"rank{rank}", daemon=True)
-            for rank, (_, theirs) in enumerate(pipes)
-        ]
-        for process, (_, theirs) in zip(self._processes, pipes, strict=True):
-            process.start()
-            theirs.close()
+        self._pipes, self._processes = [], []
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            with theirs:
+                self._processes.append(start(_serve, rank, theirs))
+            self._pipes.append(ours)
 
     def run(self, case: Callable[..., Any], *arguments: object) -> list[Any]:
         """Call ``case(rank, *arguments)`` on every rank; return each one's result.
