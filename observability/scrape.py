@@ -14,7 +14,6 @@ from prometheus_client.samples import Sample
 from dist2 import ProcessGroup
 from dist2.errors import ArgumentTypeError, InvalidUsageError
 from observability.client import fetch, require_http
-from observability.group_stragglers import slowest_in
 
 DURATIONS = "dist2_operation_duration_seconds"
 """The histogram of how long operations took."""
@@ -218,6 +217,8 @@ def slowest_rank(
         True
     """
     if isinstance(source, ProcessGroup):
+        from observability.group_stragglers import slowest_in
+
         return slowest_in(source)
     if source is None:
         from observability.server import running
