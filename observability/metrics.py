@@ -319,11 +319,7 @@ class Metrics:
         """Return how many operations failed, by (op, group, backend, rank, type of error).
 
         Examples:
-            >>> metrics = observability.Metrics()
-            >>> remove = dist2.add_instrument(metrics)
-            >>> pg.barrier()
-            >>> remove()
-            >>> metrics.errors()
+            >>> observability.Metrics().errors()
             {}
         """
         with self._lock:

@@ -89,7 +89,7 @@ class StragglerWatch:
             self._thread.join(2 * TICK_S)
 
     def late_s(self) -> dict[int, float]:
-        """Return by how much stragglers have arrive late while they were known as such, by rank."""
+        """Return by how much stragglers have arrived late while they were known as such, by rank."""
         with self._lock:
             return dict(self._ledger.late_s)
 
