@@ -304,6 +304,18 @@ def test_missing_ranks_are_named(url: str) -> None:
     assert url.split("://")[1].rpartition("/")[2] in str(caught.value)
 
 
+def place_of(store: HashStore, monkeypatch: pytest.MonkeyPatch) -> ServerEndpoint:
+    """Return an endpoint at which this store is found."""
+    monkeypatch.setattr(ServerEndpoint, "open", lambda *_: store)
+    return ServerEndpoint("127.0.0.1", 1, hosted=False, label="here")
+
+
+def announce_rank_0(store: HashStore) -> None:
+    """Register this process as rank 0 of 3, of a generation that has begun."""
+    store.set("dist2/leader", "g")
+    store.set("dist2/g/rank/0", JoinRequest(Process.here(), {"world_size": "3"}).to_text())
+
+
 class EndingStore(HashStore):
     """A store with a rank 0 that gives up when rank 2 has registered, and ends when rank 2 has the reason."""
 
@@ -339,10 +351,8 @@ def test_who_is_told_that_rank_0_gave_up_says_why_though_the_store_ends_at_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = EndingStore()
-    store.set("dist2/leader", "g")
-    store.set("dist2/g/rank/0", JoinRequest(Process.here(), {"world_size": "3"}).to_text())
-    place = ServerEndpoint("127.0.0.1", 1, hosted=False, label="here")
-    monkeypatch.setattr(ServerEndpoint, "open", lambda *_: store)
+    place = place_of(store, monkeypatch)
+    announce_rank_0(store)
     with pytest.raises(
         RendezvousTimeoutError, match="rank 0 gave up: rank 1 of 3 did not arrive; then: the store"
     ) as caught:
@@ -351,11 +361,8 @@ def test_who_is_told_that_rank_0_gave_up_says_why_though_the_store_ends_at_that(
     assert store.is_over
 
 
-class StalledStore(EndingStore):
+class StalledStore(HashStore):
     """The rank learns nothing of rank 0's end until its own deadline has passed, and the store is gone."""
-
-    def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        return HashStore._compare_set(self, key, expected, desired)
 
     def _wait(self, keys: tuple[bytes, ...], deadline: Deadline) -> None:
         time.sleep(0.3)
@@ -364,10 +371,8 @@ class StalledStore(EndingStore):
 
 def test_a_store_that_is_gone_after_the_deadline_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     store = StalledStore()
-    store.set("dist2/leader", "g")
-    store.set("dist2/g/rank/0", JoinRequest(Process.here(), {"world_size": "3"}).to_text())
-    place = ServerEndpoint("127.0.0.1", 1, hosted=False, label="here")
-    monkeypatch.setattr(ServerEndpoint, "open", lambda *_: store)
+    place = place_of(store, monkeypatch)
+    announce_rank_0(store)
     with pytest.raises(RendezvousTimeoutError, match="then: the store is gone"):
         session.RendezvousSession(place, 2, 3).come(timedelta(seconds=0.2))
     with pytest.raises(RendezvousError) as caught:
@@ -388,8 +393,7 @@ class ObjectingStore(HashStore):
 def test_rank_0_raises_the_failure_that_was_decided_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """At its timeout, a rank 0 does not replace the verdict that the other ranks may have read."""
     store = ObjectingStore()
-    place = ServerEndpoint("127.0.0.1", 1, hosted=False, label="here")
-    monkeypatch.setattr(ServerEndpoint, "open", lambda *_: store)
+    place = place_of(store, monkeypatch)
     with pytest.raises(RendezvousError, match="here: rank 2 has another world size") as caught:
         session.RendezvousSession(place, 0, 2).come(timedelta(seconds=0.1))
     assert not isinstance(caught.value, OperationTimeoutError)
