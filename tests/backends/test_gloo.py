@@ -33,6 +33,7 @@ from dist2.errors import (
 )
 from dist2.operation.kinds import OpKind, Reduction, premul_sum
 from dist2.operation.signature import GroupInfo, Operation, Signature, TensorMeta
+from dist2.runtime.deadline import Deadline
 
 SUM = Reduction.of(ReduceOp.SUM)
 
@@ -100,10 +101,12 @@ def pair() -> Iterator[list[Rank]]:
 
 
 def assert_threads_end(before: set[threading.Thread]) -> None:
-    for thread in set(threading.enumerate()) - before:
-        if thread.name.startswith("dist2-"):
-            thread.join(5)
-            assert not thread.is_alive(), thread
+    """Wait until no other thread of dist2 runs. One that another thread is starting cannot be joined yet."""
+    for _ in Deadline.after(5.0).tries(0.001, 0.05):
+        others = {each for each in threading.enumerate() if each.name.startswith("dist2-")} - before
+        if not others:
+            return
+    raise AssertionError(f"still there: {others}")
 
 
 def on_both(ranks: list[Rank], body: Callable[[Rank], Any]) -> list[Any]:
