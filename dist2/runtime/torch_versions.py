@@ -26,5 +26,7 @@ try:
 except ImportError:
     _opaque = None  # type: ignore[assignment]  # which has been given the type of a module
 
-OPAQUE_TYPES: Any = _opaque if hasattr(_opaque, "MemberType") else None
-"""The module that tells Dynamo the attributes of a type's objects; None where it takes them as any object."""
+_is_opaque: bool = isinstance(_c10d.ProcessGroup, getattr(_opaque, "OpaqueBaseMeta", ()))
+
+OPAQUE_TYPES: Any = _opaque if _is_opaque else None
+"""The module that tells Dynamo the attributes of a group; None where it takes a group as any object."""

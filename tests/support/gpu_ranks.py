@@ -13,7 +13,7 @@ from typing import Any
 import dist2
 from dist2 import ProcessGroup
 
-LIMIT_S = 180.0
+LIMIT_S = 90.0
 ENVIRONMENT = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_FAMILY": "AF_INET",
@@ -37,9 +37,12 @@ def run_on_gpu(
     directory: Path,
     *arguments: Any,
     timeout: float = 60.0,
+    backend: str = "nccl",
     **options: Any,
 ) -> list[Any]:
     """Call ``body(pg, *arguments)`` on each rank; return the result of each, `DIED` if its process ended.
+
+    The group is of ``backend``, with these options.
 
     Raises:
         AssertionError: A rank raised, or has sent nothing for `LIMIT_S`.
@@ -47,7 +50,17 @@ def run_on_gpu(
     pipes, processes = [], []
     for rank in range(world_size):
         ours, theirs = context.Pipe()
-        given = (theirs, body, arguments, str(directory / "store"), rank, world_size, timeout, options)
+        given = (
+            theirs,
+            body,
+            arguments,
+            str(directory / "store"),
+            rank,
+            world_size,
+            timeout,
+            backend,
+            options,
+        )
         process = context.Process(target=_serve, args=given, daemon=True)
         process.start()
         theirs.close()
@@ -86,6 +99,7 @@ def _serve(
     rank: int,
     world_size: int,
     timeout: float,
+    backend: str,
     options: dict[str, Any],
 ) -> None:
     os.environ.update(ENVIRONMENT, NCCL_HOSTID=f"dist2-{rank}")
@@ -93,7 +107,13 @@ def _serve(
     try:
         store = dist2.FileStore(path, world_size)
         pg: ProcessGroup = dist2.new_group(
-            "nccl", timeout, "cuda:0", store=store, rank=rank, world_size=world_size, **options
+            backend,
+            timeout,
+            "cuda:0" if backend == "nccl" else "cpu",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            **options,
         )
         answer = True, body(pg, *arguments)
         pg.shutdown()

@@ -14,6 +14,8 @@ import threading
 from importlib import import_module
 from pathlib import Path
 
+import attrs
+
 from dist2.backends.nccl.functions import Functions
 from dist2.backends.nccl.library import Library, from_cupy, from_functions
 
@@ -97,9 +99,8 @@ def library() -> Library:
 
 
 def through_cupy() -> Library:
-    """Return the stub as cupy calls it."""
-    stub()
-    return from_cupy(import_module("cupy.cuda.nccl"))
+    """Return the stub as cupy calls it, also where torch has loaded an NCCL of its own."""
+    return attrs.evolve(from_cupy(import_module("cupy.cuda.nccl")), functions=Functions(stub()))
 
 
 def through_ctypes() -> Library:

@@ -113,7 +113,9 @@ class Launcher:
         self._streams: dict[str, Stream] = {}
         self._health = Health()
         self._batches = threading.local()
-        self._watchdog = Watchdog(info.name, self._wait_for, outside.wake, self._async_error, self.break_off)
+        self._watchdog = Watchdog(
+            info.name, self._wait_for, outside.wake, self._async_error, self.break_off, device.watching
+        )
 
     # Communicators
 

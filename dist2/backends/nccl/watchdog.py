@@ -48,7 +48,7 @@ class Watchdog:
         wake: Callable[[], None],
         async_error: Callable[[], BackendError | None],
         broken: Callable[[BaseException], BaseException],
-        prepare: Callable[[], None] = lambda: None,
+        prepare: Callable[[], None],
     ) -> None:
         self._prepare = prepare
         self._name = name
