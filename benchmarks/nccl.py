@@ -41,6 +41,9 @@ CALLS = 1000
 ROUNDS = 7
 LENGTHS = (1 << 10, 1 << 16, 1 << 20, 1 << 24)
 """Elements of float32."""
+SHARED_LENGTHS = LENGTHS[:3]
+SHARED_CALLS = 3
+"""Where ranks share the GPU: their kernels take turns, and data takes the loopback interface."""
 
 Reduce = Callable[[torch.Tensor, bool], Any]
 
@@ -94,11 +97,15 @@ def measure(reduce: Reduce, world_size: int) -> dict[str, Any]:
     ones = torch.ones(1000, device="cuda")
     reduce(ones, False)
     assert ones.sum().item() == 1000.0 * world_size
+    is_shared = world_size > 1
     longer = {}
-    for numel in LENGTHS:
+    for numel in SHARED_LENGTHS if is_shared else LENGTHS:
         tensor = torch.zeros(numel, device="cuda")
-        spent_us = device_us(lambda tensor=tensor: reduce(tensor, False))  # type: ignore[misc]  # bound at once
+        calls = SHARED_CALLS if is_shared else 20
+        spent_us = device_us(lambda tensor=tensor: reduce(tensor, False), calls)  # type: ignore[misc]  # bound at once
         longer[4 * numel] = {"us": spent_us, "GB_per_s": 4 * numel / spent_us / 1000}
+    if is_shared:
+        return {"by_bytes": longer}
     return {
         "launch_us": launch_us(reduce, False),
         "launch_async_us": launch_us(reduce, True),
@@ -184,9 +191,9 @@ def main() -> None:
     for world_size in (1, 2):
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory)
-            found[f"{world_size} rank(s)"] = run_on_gpu(world_size, side_by_side, path, f"{directory}/torch")[
-                0
-            ]
+            measured = run_on_gpu(world_size, side_by_side, path, f"{directory}/torch")[0]
+        found[f"{world_size} rank(s)"] = measured
+        print(world_size, "rank(s):", json.dumps(measured), flush=True)
     os.environ["DIST2_INSTRUMENTS"] = "0"
     with tempfile.TemporaryDirectory() as directory:
         (found["recorder and counters"],) = run_on_gpu(1, recording, Path(directory))

@@ -34,6 +34,8 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
     ``view(-1)`` keeps the stride of a tensor with one element, such as ``matrix[:1, 0]``, and torch then
     refuses to view it as a dtype of another size.
     """
+    if tensor.dim() == 1 and tensor.stride(0) == 1:
+        return tensor
     return tensor.as_strided((tensor.numel(),), (1,))
 
 

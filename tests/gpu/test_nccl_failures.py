@@ -101,6 +101,43 @@ def test_an_abort_frees_the_device_and_other_groups_go_on(tmp_path: Path) -> Non
     assert run_on_gpu(2, abort, tmp_path) == [2.0, 2.0]
 
 
+def first_message(pg: ProcessGroup) -> float:
+    if pg.rank() == 0:
+        with pytest.raises(OperationTimeoutError) as caught:
+            pg.send(torch.ones(5, device="cuda"), 1, timeout=1.0)
+        assert caught.value.missing == (1,)
+        torch.cuda.synchronize()
+        PrefixStore("t", pg.spec.store).set("over", "")
+    else:
+        PrefixStore("t", pg.spec.store).wait(["over"])
+    return total(pg.shrink())
+
+
+def test_a_first_message_that_no_rank_receives_frees_the_device(tmp_path: Path) -> None:
+    assert run_on_gpu(2, first_message, tmp_path) == [2.0, 2.0]
+
+
+def device_error(pg: ProcessGroup) -> str:
+    total(pg)
+    if pg.rank() == 1:
+        with pytest.raises(Dist2Error) as told:
+            while True:
+                pg.all_reduce(torch.ones(5, device="cuda"), async_op=True).wait(20)
+        return type(told.value).__name__
+    tensor = torch.zeros(3, device="cuda")
+    tensor[torch.tensor([7], device="cuda")] = (
+        1.0  # an index out of bounds: the kernel fails, and so do later calls
+    )
+    with pytest.raises(Exception, match="device-side assert") as caught:
+        while True:
+            pg.all_reduce(tensor, async_op=True).wait(20)
+    return type(caught.value).__name__
+
+
+def test_a_kernel_that_fails_is_told_on_all_ranks(tmp_path: Path) -> None:
+    run_on_gpu(2, device_error, tmp_path)
+
+
 def ddp(pg: ProcessGroup) -> list[float]:
     from torch.nn.parallel import DistributedDataParallel
 

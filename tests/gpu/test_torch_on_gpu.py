@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from prometheus_client import generate_latest
 from support.gpu_ranks import run_on_gpu
 from torch.distributed import _functional_collectives as functional
 
@@ -80,10 +78,11 @@ def dtensors(pg: ProcessGroup) -> None:
 
 def compiled(pg: ProcessGroup) -> None:
     with dist2.torch_backend.default_group(pg):
+        name: Any = pg.group_name
 
         @torch.compile(fullgraph=True)
         def step(tensor: torch.Tensor) -> Any:
-            return functional.all_reduce(tensor * 2, "sum", pg) + 1
+            return functional.all_reduce(tensor * 2, "sum", name) + 1
 
         result = step(torch.full((1000,), pg.rank() + 1.0, device="cuda"))
         assert result[0].item() == 2 * sum(range(1, pg.size() + 1)) + 1
@@ -102,8 +101,6 @@ def instruments(pg: ProcessGroup, path: str) -> None:
     dumped = json.loads(dump_flight_recorder(f"{path}/dump", rank=pg.rank(), format="json").read_text())
     calls = [entry for entry in dumped["entries"] if "all_reduce" in entry["profiling_name"]]
     assert [entry["state"] for entry in calls] == ["completed"] * 2
-    text = generate_latest().decode()
-    assert re.search(r'^dist2_operations_total{[^}]*op="all_reduce"[^}]*} 2.0$', text, re.MULTILINE), text
 
 
 def test_instruments(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import traceback
@@ -102,6 +103,7 @@ def _serve(
     backend: str,
     options: dict[str, Any],
 ) -> None:
+    faulthandler.dump_traceback_later(LIMIT_S - 10)  # of a rank that is stuck
     os.environ.update(ENVIRONMENT, NCCL_HOSTID=f"dist2-{rank}")
     answer: tuple[bool, Any]
     try:

@@ -69,7 +69,7 @@ class Device(ABC):
 
     @abstractmethod
     def run(self, stream: Stream, work: Callable[[], object]) -> None:
-        """Have torch operations run on a stream that is current, in its order."""
+        """Have torch operations run on a stream, in its order."""
 
     @abstractmethod
     def record(self, stream: Stream, timed: bool = False) -> Event:
@@ -131,7 +131,7 @@ class CudaDevice(Device):
         return torch.cuda.device(self.torch_device)
 
     def current(self) -> Stream:
-        return torch.cuda.current_stream(self.torch_device)
+        return torch.cuda.current_stream(self.torch_device.index)
 
     def new_stream(self) -> Stream:
         return torch.cuda.Stream(self.torch_device)
@@ -147,7 +147,8 @@ class CudaDevice(Device):
         return torch.cuda.stream(stream)
 
     def run(self, stream: Stream, work: Callable[[], object]) -> None:
-        work()
+        with torch.cuda.stream(stream):
+            work()
 
     def record(self, stream: Stream, timed: bool = False) -> Event:
         event = torch.cuda.Event(enable_timing=timed)

@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 
 class Launch:
-    """Collects the steps of one operation on the current stream.
+    """Collects the steps of one operation on a stream.
 
     Args:
         device: The stream's device.
@@ -50,7 +50,8 @@ class Launch:
 
     def scratch(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return flat memory that is kept until the operation is over."""
-        made = self._device.empty(numel, dtype)
+        with self._device.on(self._stream):
+            made = self._device.empty(numel, dtype)
         self.kept.append(made)
         return made
 

@@ -6,7 +6,8 @@ when it is enqueued; where the calling thread is the stream, or with ``blocking=
 
 Messages that are started together (`MessageBatch`) are one group of NCCL's calls for each direction: in such
 a group no send waits for a receive behind it. Tickets are given out at once; where they are on the stream is
-known when the batch is launched.
+known when the batch is launched. The first messages between two ranks are launched by a thread (see
+`FirstMessages`): a caller that waits for them does so on the host until they are on the stream.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ import attrs
 
 from dist2.backends.base import Tensors
 from dist2.backends.nccl.communicator import Communicator
-from dist2.backends.nccl.device import Device, Stream
+from dist2.backends.nccl.device import Device, Event, Stream
+from dist2.backends.nccl.first_messages import FirstMessages
 from dist2.backends.nccl.launch import Launch
 from dist2.backends.nccl.library import Library
 from dist2.backends.nccl.meeting import Communicators, Meeting
 from dist2.backends.nccl.operations import Steps
 from dist2.backends.nccl.options import NcclOptions
 from dist2.backends.nccl.ticket import Health, Span, Ticket
-from dist2.backends.nccl.watchdog import Watchdog
+from dist2.backends.nccl.watchdog import LOOK_NS, Watchdog
 from dist2.backends.socket.outside import Outside
 from dist2.errors import BackendError, Dist2Error, GroupAbortedError, InvalidUsageError
 from dist2.operation.kinds import OpKind
@@ -36,12 +38,12 @@ from dist2.runtime.threads import Worker
 
 _DESTROY_S = 1.0
 """How long closing waits for the other ranks to free their communicators; they may do so later."""
+_FIRST_S = 2.0
+"""How long closing waits for a thread that issued first messages, whose communicator is aborted."""
 _QUIET_S = 0.5
 """How long to wait for operations to end where that is not necessary."""
-_WATCH_NS = 10_000_000
 _BLOCK_NS = 1_000_000
-"""Interval, in nanoseconds, between queries of events that cannot wake a waiting thread: by the watchdog,
-and by a thread that blocks."""
+"""Longest interval between queries of an event, which cannot wake a thread, by one that blocks for it."""
 
 
 @attrs.frozen(eq=False)
@@ -53,12 +55,21 @@ class Message:
         inputs: The tensors that it reads.
         outputs: The tensors that it writes.
         ticket: Its ticket.
+        after: Passes when the work is done that the caller had enqueued; None on the caller's own stream.
     """
 
     steps: Steps
     inputs: Tensors
     outputs: Tensors
     ticket: Ticket
+    after: Event | None = None
+
+    def connects_to(self) -> int | None:
+        """Return the rank at the other end of a message; None where NCCL is not called for it."""
+        signature = self.ticket.operation.signature
+        if not signature.kind.is_p2p or not any(each.numel() for each in (*self.inputs, *self.outputs)):
+            return None
+        return signature.peer
 
 
 class MessageBatch:
@@ -111,10 +122,11 @@ class Launcher:
         self._blocks = options.blocking or device.blocks
         self._making = threading.RLock()
         self._streams: dict[str, Stream] = {}
+        self._first = {lane: FirstMessages(f"dist2-nccl-first-{lane}-{info.name}") for lane in ("up", "down")}
         self._health = Health()
         self._batches = threading.local()
         self._watchdog = Watchdog(
-            info.name, self._wait_for, outside.wake, self._async_error, self.break_off, device.watching
+            info.name, self._watch, outside.wake, self._async_error, self.break_off, device.watching
         )
 
     # Communicators
@@ -169,7 +181,7 @@ class Launcher:
             if self._options.strict and not operation.signature.kind.is_p2p:
                 self._outside.compare(operation)
             communicator, lane = self._lane_of(operation.signature, communicators)
-            ticket.span.stream = self._stream_for(operation, lane)
+            message = self._placed(message, lane)
             if operation.signature.kind is OpKind.RECV and operation.signature.peer is not None:
                 operation.source = operation.signature.peer
             batch: MessageBatch | None = getattr(self._batches, "batch", None)
@@ -182,6 +194,8 @@ class Launcher:
         except BaseException as error:  # such as a lack of memory: the group fails, and notifies the others
             ticket.settle(error)
             raise
+        if not operation.is_async and not ticket.is_placed():
+            self._block(ticket, operation.deadline_ns, ticket.is_placed)
         return self._outcome(ticket)
 
     def _outcome(self, ticket: Ticket) -> Ticket | None:
@@ -190,7 +204,7 @@ class Launcher:
         if operation.is_async:
             return ticket
         if self._blocks:
-            self._block(ticket, operation.deadline_ns)
+            self._block(ticket, operation.deadline_ns, ticket.passed)
         error = ticket.exception()
         if error is not None:
             raise error
@@ -200,10 +214,11 @@ class Launcher:
 
     def _fail(self, error: Dist2Error, messages: Sequence[Message]) -> None:
         """Break off for an error that operations met before they were on the device."""
-        self._watchdog.fail(self.break_off(error))
+        cause = self.break_off(error)
+        self._watchdog.fail(cause)
         for each in messages:
-            # A closed communicator is a consequence: another thread has found the reason and closed it.
-            each.ticket.settle(None if isinstance(error, GroupAbortedError) else error)
+            # A call that failed because its communicator was aborted is a consequence of that cause.
+            each.ticket.settle(error if cause is error else None)
 
     @staticmethod
     def _lane_of(signature: Signature, communicators: Communicators) -> tuple[Communicator, str]:
@@ -215,16 +230,16 @@ class Launcher:
         source, target = (own, peer) if signature.kind is OpKind.SEND else (peer, own)
         return (communicators.up, "up") if source < target else (communicators.down, "down")
 
-    def _stream_for(self, operation: Operation, lane: str) -> Stream:
-        """Return the stream of an operation, ordered after the work that its caller has enqueued."""
-        device, current = self._device, self._device.current()
-        if not operation.is_async:
-            return current
+    def _placed(self, message: Message, lane: str) -> Message:
+        """Choose the stream of an operation; there it is behind the work that its caller has enqueued."""
+        device, span = self._device, message.ticket.span
+        if not message.ticket.operation.is_async:
+            return message
+        after = device.record(span.stream)
         if lane not in self._streams:
             self._streams[lane] = device.new_stream()
-        stream = self._streams[lane]
-        device.wait(stream, device.record(current))
-        return stream
+        span.stream = self._streams[lane]
+        return Message(message.steps, message.inputs, message.outputs, message.ticket, after)
 
     def _put_watched(self, lane: str, communicator: Communicator, messages: Sequence[Message]) -> None:
         """Put operations on a stream, and have the watchdog see them end.
@@ -234,24 +249,40 @@ class Launcher:
         for each in messages:
             if each.ticket.operation.is_async or not self._device.blocks:
                 self._watchdog.watch(each.ticket)
+        peers = {peer for each in messages if (peer := each.connects_to()) is not None}
+        if peers and self._first[lane].take(peers, lambda: self._put_later(lane, communicator, messages)):
+            return
         self._put(lane, communicator, messages)
+
+    def _put_later(self, lane: str, communicator: Communicator, messages: Sequence[Message]) -> None:
+        """Put messages on a stream, in a thread of `FirstMessages`."""
+        try:
+            with self._device.active():
+                self._put(lane, communicator, messages)
+        except Dist2Error as error:
+            self._fail(error, messages)
+        except BaseException as error:  # noqa: BLE001 - raised in those that wait for the messages
+            for each in messages:
+                each.ticket.settle(error)
+        self._outside.wake()
 
     def _put(self, lane: str, communicator: Communicator, messages: Sequence[Message]) -> None:
         """Put operations on a stream, as one group of calls."""
         device, stream = self._device, messages[0].ticket.span.stream
         timed = self._options.timing and lane == "main"
-        with device.on(stream):
-            start = device.record(stream, timed=True) if timed else None
-            launch = Launch(device, stream, communicator)
-            for each in messages:
-                each.steps(launch, each.inputs, each.outputs)
-            launch.finish()
-            end = device.record(stream, timed)
-            for each in messages:
-                # A stream that the caller queues on by itself frees tensors in its order: these are not kept.
-                own = (*each.inputs, *each.outputs) if each.ticket.operation.is_async or device.blocks else ()
-                each.ticket.launched(start, end, (*launch.kept, *own))
-            device.when_reached(stream, self._outside.wake)
+        start = device.record(stream, timed=True) if timed else None
+        launch = Launch(device, stream, communicator)
+        for each in messages:
+            if each.after is not None:
+                device.wait(stream, each.after)
+            each.steps(launch, each.inputs, each.outputs)
+        launch.finish()
+        end = device.record(stream, timed)
+        for each in messages:
+            # A stream that the caller queues on by itself frees tensors in its order: these are not kept.
+            own = (*each.inputs, *each.outputs) if each.ticket.operation.is_async or device.blocks else ()
+            each.ticket.launched(start, end, (*launch.kept, *own))
+        device.when_reached(stream, self._outside.wake)
 
     def _ticket(self, operation: Operation, span: Span) -> Ticket:
         return Ticket(operation, span, self._block, self._health)
@@ -291,21 +322,21 @@ class Launcher:
                 f"inside a CUDA graph: run one before the capture, or build the group with eager=True"
             )
         communicator, lane = self._lane_of(operation.signature, self.communicators)
-        ticket.span.stream = self._stream_for(operation, lane)
+        message = self._placed(message, lane)
         ticket.settle()  # no thread watches it: for the group it is over, and `wait` orders the streams
         self._put("graph", communicator, [message])
         return ticket if operation.is_async else None
 
     # Waiting
 
-    def _block(self, ticket: Ticket, deadline_ns: int) -> None:
-        """Wait on the host until a ticket is over; break the group off if it fails."""
+    def _block(self, ticket: Ticket, deadline_ns: int, done: Callable[[], bool]) -> None:
+        """Wait on the host for a state of a ticket; break the group off if it fails."""
         if deadline_ns == PAST_NS:
             self._watchdog.relieve()
             return
         ends_ns = min(deadline_ns, ticket.operation.deadline_ns)
         try:
-            self._wait_for(ticket.passed, ticket, ends_ns, _BLOCK_NS)
+            self._outside.wait(done, ends_ns, _peers_of(ticket), _BLOCK_NS)
         except Dist2Error as error:
             if deadline_ns < ticket.operation.deadline_ns and ends_ns == deadline_ns:
                 return  # only this wait has ended
@@ -313,15 +344,11 @@ class Launcher:
             ticket.settle(error)
             self._watchdog.fail(cause)
         else:
-            ticket.settle()
+            if ticket.passed():
+                ticket.settle()
 
-    def _wait_for(
-        self, done: Callable[[], bool], ticket: Ticket, deadline_ns: int, look_ns: int = _WATCH_NS
-    ) -> None:
-        """Wait over the control links: see `Outside.wait`."""
-        signature = ticket.operation.signature
-        peers = (signature.peer,) if signature.peer is not None else None
-        self._outside.wait(done, deadline_ns, peers, look_ns)
+    def _watch(self, done: Callable[[], bool], ticket: Ticket, deadline_ns: int) -> None:
+        self._outside.wait(done, deadline_ns, _peers_of(ticket), LOOK_NS, is_patient=True)
 
     def _reached(self, operation: Operation, stream: Stream) -> Ticket:
         """Return a ticket for the work enqueued on a stream so far."""
@@ -332,7 +359,7 @@ class Launcher:
         for stream in (self._device.current(), self._streams.get("main")):
             if stream is not None:
                 queued = self._reached(operation, stream)
-                self._block(queued, operation.deadline_ns)
+                self._block(queued, operation.deadline_ns, queued.passed)
                 error = queued.exception()
                 if error is not None:
                     raise error
@@ -355,6 +382,8 @@ class Launcher:
         if in_order and self._watchdog.drain(deadline_ns):
             self._free()
         self._watchdog.fail(self.break_off(why))
+        for first in self._first.values():
+            first.join(_FIRST_S)
         self._watchdog.close()
         for stream in self._streams.values():
             self._device.close_stream(stream)
@@ -372,3 +401,9 @@ class Launcher:
         worker = Worker(f"dist2-nccl-free-{self._info.name}", destroy)
         worker.start()
         worker.join(_DESTROY_S)
+
+
+def _peers_of(ticket: Ticket) -> tuple[int, ...] | None:
+    """Return the senders that a message waits for; None for a collective."""
+    peer = ticket.operation.signature.peer
+    return None if peer is None else (peer,)

@@ -21,8 +21,9 @@ from dist2.backends.nccl.device import Device, Event, Stream
 from dist2.errors import Dist2Error
 from dist2.operation.signature import Operation
 
-Await = Callable[["Ticket", int], None]
-"""Blocks until a ticket is over or a deadline passes; with a deadline that is past, has others see to it."""
+Await = Callable[["Ticket", int, Callable[[], bool]], None]
+"""Blocks until a predicate of a ticket is true or a deadline passes; with a deadline that is past, has others
+see to it."""
 
 
 @attrs.define(eq=False)
@@ -111,10 +112,18 @@ class Ticket(StreamOrdered):
         """Whether it is over, or the device has done it."""
         return self._over or self.span.passed()
 
+    def is_placed(self) -> bool:
+        """Whether it is over, or its place on the stream is known: not while it waits for a connection."""
+        return self._over or self.span.end is not None
+
     def launched(self, start: Event | None, end: Event, kept: Sequence[torch.Tensor]) -> None:
         """Note the operation's place on the stream, and the tensors to keep alive."""
         self.kept = kept
         self.span.start, self.span.end = start, end
+
+    def _await_place(self) -> None:
+        if not self.is_placed():
+            self._block(self, self.operation.deadline_ns, self.is_placed)
 
     def settle(self, error: BaseException | None = None) -> None:
         """Be over, unless it is. An operation that is known to be done does not fail any more."""
@@ -144,7 +153,7 @@ class Ticket(StreamOrdered):
     def help(self, deadline_ns: int) -> None:
         """Wait on the host; a failure is passed to callbacks of `add_done_callback`."""
         if not self._over:
-            self._block(self, deadline_ns)
+            self._block(self, deadline_ns, self.passed)
 
     def poll(self) -> None:
         if not self._over and self.span.passed():
@@ -152,14 +161,18 @@ class Ticket(StreamOrdered):
 
     def order(self) -> None:
         device = self.span.device
-        if self._error is None and not device.blocks:
-            if self.span.end is not None:
-                device.wait(device.current(), self.span.end)
+        if device.blocks:
+            if not self._over:
+                self._block(self, self.operation.deadline_ns, self.passed)
+            return
+        self._await_place()
+        if self._error is None and self.span.end is not None:
+            device.wait(device.current(), self.span.end)
             self.kept = ()
-        elif not self._over:
-            self._block(self, self.operation.deadline_ns)
 
     def future(self, outputs: Sequence[torch.Tensor]) -> torch.futures.Future[Any] | None:
+        if not self.span.device.blocks:
+            self._await_place()
         return self.span.device.future(outputs, self.span.stream) if self._error is None else None
 
     def duration_ms(self) -> float | None:

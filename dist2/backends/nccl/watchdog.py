@@ -10,8 +10,11 @@ when there has been nothing to watch for a while.
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import takewhile
 from time import monotonic_ns
 
 from dist2.backends.nccl.ticket import Ticket, again
@@ -20,6 +23,9 @@ from dist2.runtime.deadline import FOREVER_NS, remaining_s
 from dist2.runtime.threads import Worker
 
 IDLE_S = 5.0
+LOOK_NS = 10_000_000
+"""Interval between two looks at the device. A watchdog that looks more often takes the interpreter from
+threads that launch operations, for several times as long as a launch takes."""
 _ASYNC_NS = 100_000_000
 """How often NCCL is asked for asynchronous errors."""
 _DRAIN_S = 0.02
@@ -67,13 +73,15 @@ class Watchdog:
     def watch(self, ticket: Ticket) -> None:
         """Watch an operation that is put on the device."""
         with self._changed:
+            was_idle = not self._queues
             self._queues.setdefault(ticket.span.handle, deque()).append(ticket)
             self._has_sooner = self._has_sooner or ticket.operation.deadline_ns < self._soonest_ns
             if self._thread is None:
                 self._start()
             else:
                 self.relieve()
-            self._changed.notify_all()
+            if was_idle:
+                self._changed.notify_all()
 
     def relieve(self) -> None:
         """Have another thread watch if this is the one that does.
@@ -121,8 +129,9 @@ class Watchdog:
     def _run(self) -> None:
         self._prepare()
         while self._thread is threading.current_thread() and (ticket := self._next()) is not None:
+            is_time = partial(self._is_time, ticket, monotonic_ns() + LOOK_NS)
             try:
-                self._wait(lambda: self._looks_over(ticket), ticket, self._soonest_ns)
+                self._wait(is_time, ticket, self._soonest_ns)
             except Exception as error:  # noqa: BLE001 - it breaks the group, and is raised in all waiters
                 self.fail(self._broken(error))
             self.sweep()
@@ -140,29 +149,42 @@ class Watchdog:
             self._thread = None
             return None
 
-    def _looks_over(self, ticket: Ticket) -> bool:
-        """Whether it is time to check all tickets; raises NCCL's asynchronous error."""
+    def _is_time(self, ticket: Ticket, looks_ns: int) -> bool:
+        """Whether to check all tickets: from ``looks_ns`` on if this one is over; raises NCCL's asynchronous
+        error."""
         now = monotonic_ns()
         if now - self._asked_ns > _ASYNC_NS:
             self._asked_ns = now
             error = self._async_error()
             if error is not None:
                 raise error
-        return self._ends or self._has_sooner or ticket.passed()
+        return self._ends or self._has_sooner or (now >= looks_ns and ticket.passed())
 
     def sweep(self) -> None:
         """Settle the operations that the device has done: of each stream the first ones, in its order."""
         done = []
         with self._changed:
             for handle, queue in list(self._queues.items()):
-                while queue and queue[0].passed():
-                    done.append(queue.popleft())
+                done.extend([queue.popleft() for _ in range(_count_passed(queue))])
                 if not queue:
                     del self._queues[handle]
         for ticket in done:
             ticket.settle()
         with self._changed:
             self._changed.notify_all()
+
+
+def _count_passed(queue: Iterable[Ticket]) -> int:
+    """Return how many of the first operations of a stream are over.
+
+    A stream runs them in their order, so few are asked: each question lets another thread have the
+    interpreter, and then waits for it.
+    """
+    placed = list(takewhile(Ticket.is_placed, queue))
+    try:
+        return bisect_left(placed, True, key=lambda ticket: not ticket.passed())
+    except RuntimeError:  # the device has failed, which the thread that waits for these has met as well
+        return 0
 
 
 def _age(ticket: Ticket) -> int:

@@ -109,6 +109,7 @@ class Outside:
         deadline_ns: int,
         peers: tuple[int, ...] | None = None,
         look_ns: int = 20_000_000,
+        is_patient: bool = False,
     ) -> None:
         """Return when something is done.
 
@@ -117,16 +118,17 @@ class Outside:
             deadline_ns: When to give up.
             peers: Senders of the awaited messages; None for a collective.
             look_ns: Longest time between two calls of ``done``, unless `wake` is called.
+            is_patient: Sleep for that time from the beginning. Otherwise the thread first looks often.
 
         Raises:
             OperationTimeoutError: The deadline passed; `missing` has the missing ranks.
             MismatchError, PeerLostError, GroupAbortedError, GroupRevokedError: The group failed.
         """
-        pause_ns, next_ns = _PROBE_NS, _LOOK_NS
+        pause_ns, next_ns = _PROBE_NS, look_ns if is_patient else _LOOK_NS
         probe_ns = monotonic_ns() + pause_ns
         while True:
             until_ns = min(monotonic_ns() + next_ns, probe_ns, deadline_ns)
-            if self._endpoint.watch(done, until_ns):
+            if self._endpoint.watch(done, until_ns, not is_patient):
                 return
             now = monotonic_ns()
             if now >= deadline_ns:

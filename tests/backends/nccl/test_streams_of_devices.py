@@ -232,6 +232,60 @@ def test_an_asynchronous_error_of_nccl_breaks_the_group() -> None:
     run(2, body)
 
 
+def test_ranks_that_both_send_first_are_connected() -> None:
+    def body(pg: ProcessGroup, device: HostDevice) -> None:
+        for _ in range(3):
+            got, seen = device.empty(1000, torch.float32), list[float]()
+            sending = pg.isend(filled(device, pg.rank() + 1.0), 1 - pg.rank())
+            pg.recv(got, 1 - pg.rank())
+            device.run(device.current(), lambda got=got, seen=seen: seen.append(got.sum().item()))
+            sending.wait()
+            finished(device)
+            assert seen == [1000.0 * (2 - pg.rank())]
+
+    run(2, body)
+
+
+def test_messages_behind_a_first_one_keep_their_order() -> None:
+    def body(pg: ProcessGroup, device: HostDevice) -> None:
+        store = dist2.PrefixStore("t", pg.spec.store)
+        if pg.rank() == 0:
+            works = [pg.isend(filled(device, float(number)), 1) for number in range(5)]
+            store.set("sent", "")  # all of them before the first receive
+            for work in works:
+                work.wait(10)
+            return
+        store.wait(["sent"])
+        got = [device.empty(1000, torch.float32) for _ in range(5)]
+        for each in got:
+            pg.irecv(each, 0).wait()
+        seen = list[float]()
+        device.run(device.current(), lambda: seen.extend(each[-1].item() for each in got))
+        finished(device)
+        assert seen == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+    run(2, body)
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_first_message_that_no_rank_receives_has_a_deadline(is_async: bool) -> None:
+    def body(pg: ProcessGroup, device: HostDevice) -> None:
+        store = dist2.PrefixStore("t", pg.spec.store)
+        if pg.rank() == 1:
+            return store.wait(["over"])
+        tensor = filled(device, 1.0)
+        with pytest.raises(OperationTimeoutError, match=r"rank 1 did not arrive") as caught:
+            if is_async:
+                pg.isend(tensor, 1, timeout=0.2).wait(10)
+            else:
+                pg.send(tensor, 1, timeout=0.2)
+        assert caught.value.missing == (1,)
+        finished(device)
+        return store.set("over", "")
+
+    run(2, body)
+
+
 def test_each_tensor_goes_where_it_belongs() -> None:
     def body(pg: ProcessGroup, device: HostDevice) -> None:
         on_device, on_cpu = torch.full((5,), pg.rank() + 1.0, dtype=torch.float64), torch.full((5,), 1.0)

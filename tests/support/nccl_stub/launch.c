@@ -2,7 +2,9 @@
    of one.
 
    Launches of a communicator run in the order of their issue, also on different streams: so a launch on one stream
-   delays those behind it on others, as NCCL's do. */
+   delays those behind it on others, as NCCL's do.
+
+   The first message from one rank to another connects them: both calls block until the other side has made its own. */
 
 #define _GNU_SOURCE
 #include "stub.h"
@@ -210,10 +212,55 @@ run_launch(void *argument)
     free(launch);
 }
 
+static int
+is_connected(const Op *op)
+{
+    Board *board = op->comm->board;
+    int source = op->kind == SEND ? op->comm->rank : op->peer, target = op->kind == SEND ? op->peer : op->comm->rank;
+    return atomic_load(&board->sends[source][target]) && atomic_load(&board->receives[source][target]);
+}
+
+static int
+is_message(const Op *op)
+{
+    return op->kind >= SEND && op->peer != op->comm->rank;
+}
+
+/* Wait for the other side of each collected message that is the first of its pair; 0 if a communicator is aborted. */
+static int
+connect_all(void)
+{
+    int connected = 1;
+    for (size_t i = 0; i < pending_count; i++) {
+        Op *op = &pending[i];
+        if (is_message(op)) {
+            Board *board = op->comm->board;
+            atomic_store(op->kind == SEND ? &board->sends[op->comm->rank][op->peer] : &board->receives[op->peer][op->comm->rank], 1);
+            atomic_fetch_add(&op->comm->blocked, 1);
+        }
+    }
+    for (size_t i = 0; i < pending_count; i++) {
+        for (int spins = 0; connected && is_message(&pending[i]) && !is_connected(&pending[i]);) {
+            connected = !atomic_load(&pending[i].comm->aborted);
+            pause_briefly(&spins);
+        }
+    }
+    for (size_t i = 0; i < pending_count; i++) {
+        if (is_message(&pending[i])) {
+            atomic_fetch_sub(&pending[i].comm->blocked, 1);
+        }
+    }
+    return connected;
+}
+
 /* Launch the collected calls: one launch per communicator, on the stream of its first call. */
-static void
+static Result
 launch_all(void)
 {
+    if (!connect_all()) {
+        pending_count = 0;
+        return INTERNAL_ERROR;
+    }
     for (size_t first = 0; first < pending_count; first++) {
         Comm *comm = pending[first].comm;
         if (comm == NULL) {
@@ -233,6 +280,7 @@ launch_all(void)
         stream_run(stream, run_launch, launch);
     }
     pending_count = 0;
+    return SUCCESS;
 }
 
 Result
@@ -256,10 +304,7 @@ enqueue(Op op)
         pending = realloc(pending, pending_room * sizeof *pending);
     }
     pending[pending_count++] = op;
-    if (depth == 0) {
-        launch_all();
-    }
-    return SUCCESS;
+    return depth == 0 ? launch_all() : SUCCESS;
 }
 
 Result
@@ -275,10 +320,7 @@ group_end(void)
     if (depth == 0) {
         return INVALID_USAGE;
     }
-    if (--depth == 0) {
-        launch_all();
-    }
-    return SUCCESS;
+    return --depth == 0 ? launch_all() : SUCCESS;
 }
 
 /* How many groups this thread has open: none, after a call that failed, or it leaks. */

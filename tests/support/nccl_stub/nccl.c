@@ -164,7 +164,7 @@ ncclCommDestroy(ncclComm_t comm)
     return SUCCESS;
 }
 
-/* Abort the running operations, and free the communicator: also during a split in another thread. A communicator
+/* Abort the running operations, and free the communicator: also during a split or a first message in another thread. A communicator
    that is still being made is only aborted. */
 Result
 ncclCommAbort(ncclComm_t comm)
@@ -176,7 +176,7 @@ ncclCommAbort(ncclComm_t comm)
     if (atomic_load(&comm->making)) {
         return SUCCESS;
     }
-    for (int spins = 0; atomic_load(&comm->splitting);) {
+    for (int spins = 0; atomic_load(&comm->blocked);) {
         Comm *child = atomic_load(&comm->child);
         if (child != NULL) {
             atomic_store(&child->aborted, 1);
@@ -271,9 +271,9 @@ Result
 ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *made, void *config)
 {
     (void)config;
-    atomic_fetch_add(&comm->splitting, 1);
+    atomic_fetch_add(&comm->blocked, 1);
     Result result = split(comm, color, key, made);
-    atomic_fetch_sub(&comm->splitting, 1);
+    atomic_fetch_sub(&comm->blocked, 1);
     return result;
 }
 

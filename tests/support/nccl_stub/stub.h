@@ -3,7 +3,7 @@
    streams.c   streams and events that run work on threads, delayed on request
    board.c     the shared memory of one communicator: a ring of bytes for each ordered pair of ranks
    folds.c     reductions, in rank order
-   launch.c    operations and groups: the work of NCCL's kernels, run by a stream
+   launch.c    operations and groups: the work of NCCL's kernels, run by a stream; connections, made by the first messages
    nccl.c      NCCL's functions, with its signatures and result codes
 
    Ranks that do not come are waited for until the communicator is aborted, as NCCL does. */
@@ -49,6 +49,7 @@ typedef struct {
     _Atomic int gone[MAX_RANKS];      /* destroyed or aborted its end */
     _Atomic int split_round[MAX_RANKS];
     int color[2][MAX_RANKS], key[2][MAX_RANKS];
+    _Atomic char sends[MAX_RANKS][MAX_RANKS], receives[MAX_RANKS][MAX_RANKS]; /* [src][dst]: has issued a message */
     Ring rings[];                     /* rings[src * size + dst] */
 } Board;
 
@@ -63,7 +64,7 @@ typedef struct Comm {
     Board *board;
     size_t mapped;
     _Atomic int aborted, async_error, making;
-    _Atomic int splitting;            /* calls that use this one until they return */
+    _Atomic int blocked;              /* calls that use this one until they return */
     struct Comm *_Atomic child;       /* the communicator that such a call makes */
     _Atomic uint64_t issued, finished; /* launches: they run in the order of their issue on any streams */
     CustomOp custom[MAX_CUSTOM_OPS];

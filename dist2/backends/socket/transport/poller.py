@@ -183,9 +183,18 @@ class Poller:
 
     # Waiting
 
-    def run_until(self, done: Callable[[], bool], deadline_ns: int, interrupted: Callable[[], bool]) -> bool:
-        """Make progress until ``done()``; False if the deadline passes or ``interrupted()`` first."""
-        wakeful = Spinning(self.spins, self.crowd)
+    def run_until(
+        self, done: Callable[[], bool], deadline_ns: int, interrupted: Callable[[], bool], spins: bool = True
+    ) -> bool:
+        """Make progress until ``done()``; False if the deadline passes or ``interrupted()`` first.
+
+        Args:
+            done: The aim.
+            deadline_ns: When to give up.
+            interrupted: Whether to give up at once.
+            spins: Whether to look for data before sleeping; otherwise the thread sleeps at once.
+        """
+        wakeful = Spinning(self.spins if spins else 0, self.crowd)
         while not done():
             if interrupted() or self.closed:
                 return False

@@ -224,13 +224,18 @@ class FabricEndpoint(Endpoint):
 
     # Operations of other backends, watched over the links
 
-    def watch(self, done: Callable[[], bool], until_ns: int) -> bool:
+    def watch(self, done: Callable[[], bool], until_ns: int, spins: bool = True) -> bool:
         """Make progress until something that is no message is done; False if it is not by a time.
+
+        Args:
+            done: Tells whether it is done.
+            until_ns: The time.
+            spins: Whether to look for messages before sleeping.
 
         Raises:
             PeerLostError, MismatchError, GroupAbortedError: The cause of the group's failure.
         """
-        if self._fabric.poller.run_until(done, until_ns, self._interrupted):
+        if self._fabric.poller.run_until(done, until_ns, self._interrupted, spins):
             return True
         if self._inquiry.is_overdue:
             self._inquiry.put_off_no_more()
