@@ -124,7 +124,7 @@ def device_error(pg: ProcessGroup) -> str:
             while True:
                 pg.all_reduce(torch.ones(5, device="cuda"), async_op=True).wait(20)
         return type(told.value).__name__
-    tensor = torch.zeros(3, device="cuda")
+    tensor = torch.zeros(5, device="cuda")
     tensor[torch.tensor([7], device="cuda")] = (
         1.0  # an index out of bounds: the kernel fails, and so do later calls
     )

@@ -90,3 +90,8 @@ def groups_on_one_device(pg: ProcessGroup) -> None:
 @pytest.mark.parametrize("body", [order, lifetime, futures, capture, groups_on_one_device])
 def test_streams(body: Any, world_size: int, tmp_path: Path) -> None:
     run_on_gpu(world_size, body, tmp_path, timing=True)
+
+
+@pytest.mark.parametrize("option", [{"blocking": True}, {"strict": True}, {"eager": False}], ids=str)
+def test_options(option: dict[str, Any], tmp_path: Path) -> None:
+    run_on_gpu(2, order, tmp_path, **option)
