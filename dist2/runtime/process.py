@@ -23,6 +23,7 @@ from enum import IntEnum
 from typing import TypeVar
 
 from dist2.runtime.signals import ctrl_c, holds_no_lock
+from dist2.runtime.threads import start_no_more
 
 Hook = TypeVar("Hook", bound=Callable[[], None])
 
@@ -86,6 +87,7 @@ def _call_all(hooks: dict[int, Callable[[], None]]) -> None:
 
 @holds_no_lock
 def _exit() -> None:
+    start_no_more()
     _call_all(_exit_hooks)
 
 

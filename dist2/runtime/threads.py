@@ -3,6 +3,8 @@
 A daemon thread that returns from torch's C++ after the interpreter has ended takes the process down
 (``terminate called without an active exception``). So a thread that may be inside of C++ is a `Worker`: the
 end of the interpreter waits a moment for it, after the operations that it waits for were aborted.
+
+While the process ends no thread starts: Python 3.12 and later refuse that.
 """
 
 from __future__ import annotations
@@ -15,9 +17,19 @@ from typing import Any
 
 from dist2.runtime.deadline import remaining_s
 
+_process_ends = False
+
+
+def start_no_more() -> None:
+    """Start no worker from now on: the process ends."""
+    global _process_ends
+    _process_ends = True
+
 
 class Worker(threading.Thread):
     """A daemon thread that completes operations, or destroys C++ objects.
+
+    While the process ends it does not start: the operations are aborted then, and the objects are left alone.
 
     Args:
         name: The thread's name.
@@ -31,6 +43,16 @@ class Worker(threading.Thread):
     ) -> None:
         super().__init__(name=name, target=target, args=args, daemon=True)
         self.end = end
+
+    def start(self) -> None:
+        """Start, unless the process ends."""
+        if not _process_ends:
+            super().start()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the thread, if it was started."""
+        if self.ident is not None:
+            super().join(timeout)
 
 
 def end_workers(deadline_ns: int) -> None:

@@ -151,6 +151,20 @@ def test_an_unknown_backend_is_told_those_there_are() -> None:
     assert isinstance(failure.value, UnknownBackendError)
 
 
+NO_LATE_THREADS = """
+import threading
+from dist2.runtime import process
+
+def refuse(*args):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+def start_no_more(notify=process.start_no_more):
+    notify()
+    threading._start_new_thread = refuse
+process.start_no_more = start_no_more
+"""
+"""Has any version of Python refuse to start threads while the process ends, as 3.12 and later do."""
+
+
 FORGOTTEN = """
 import threading, warnings
 import torch, dist2
@@ -221,13 +235,15 @@ assert marked.wait(10)
 
 
 def test_the_end_of_the_process_waits_for_the_thread_that_ends_messages() -> None:
-    ended = subprocess.run([sys.executable, "-c", RECEIVING], capture_output=True, timeout=30, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", NO_LATE_THREADS + RECEIVING], capture_output=True, timeout=30, check=False
+    )
     assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize("end", ["", "pg.abort()"])
 def test_the_end_of_the_process_waits_for_threads_inside_torch(end: str) -> None:
-    program = ENDING.format(end=end)
+    program = NO_LATE_THREADS + ENDING.format(end=end)
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=30, check=False)
     assert ended.returncode == 0, ended.stderr
 
@@ -240,7 +256,7 @@ def test_the_end_of_the_process_waits_for_threads_inside_torch(end: str) -> None
 def test_a_forgotten_group_is_named_at_exit_and_never_hangs(
     backends: list[str], world: int, options: str
 ) -> None:
-    program = FORGOTTEN.format(backends=backends, world=world, options=options)
+    program = NO_LATE_THREADS + FORGOTTEN.format(backends=backends, world=world, options=options)
     ended = subprocess.run(
         [sys.executable, "-W", "always::ResourceWarning", "-c", program],
         capture_output=True,

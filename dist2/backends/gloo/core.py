@@ -60,7 +60,9 @@ class GlooCore(Backend):
         self._closed = False
         self._is_stuck = False  # a call did not end in time
         self._box = [native]
-        self._dispose = weakref.finalize(self, _empty_later, self._box, self.calls)
+        closer = Closer(self._box, self.calls)
+        closer.start()
+        self._dispose = weakref.finalize(self, closer.begin)
         self._dispose.atexit = False
 
     @property
@@ -205,16 +207,31 @@ class Calls:
             self._quiet.wait_for(lambda: not self._under_way, timeout_s)
 
 
-def _empty_later(box: list[Any], calls: Calls) -> Worker:
-    """Drop torch's object on a separate thread, once it has finished its calls."""
+class Closer(Worker):
+    """Drops torch's object, once it has finished its calls: its destructor would wait for them.
 
-    def empty() -> None:
-        calls.wait_quiet()
-        box.clear()
+    The thread starts with the group, as none can start while the process ends.
 
-    worker = Worker("dist2-gloo-close", empty)
-    worker.start()
-    return worker
+    Args:
+        box: Holds the only reference.
+        calls: The calls.
+    """
+
+    def __init__(self, box: list[Any], calls: Calls) -> None:
+        super().__init__("dist2-gloo-close", self._close)
+        self._box = box
+        self._calls = calls
+        self._asked = threading.Event()
+
+    def begin(self) -> Worker:
+        """Have the object dropped; return the thread, to wait for that."""
+        self._asked.set()
+        return self
+
+    def _close(self) -> None:
+        self._asked.wait()
+        self._calls.wait_quiet()
+        self._box.clear()
 
 
 def left(operation: Operation) -> timedelta:
