@@ -27,7 +27,7 @@ from dist2.operation.kinds import OpKind
 from dist2.operation.runner import LIBRARY_PATHS
 from dist2.operation.signature import FIELDS, GroupInfo, Operation, Signature, State
 from dist2.runtime.config import DEFAULT_RECORDER_SIZE, Config
-from observability.frames import no_collection
+from observability.frames import frames_of_threads
 
 if TYPE_CHECKING:
     from dist2.compiled._records import Tally
@@ -94,9 +94,9 @@ def frames_in_flight(operations: Iterable[Operation]) -> dict[Operation, tuple[F
     found: dict[Operation, tuple[Frame, ...]] = {}
     if not waiting:
         return found
-    with no_collection():
-        for top in sys._current_frames().values():
-            frame: FrameType | None = top
+    with frames_of_threads() as frames:
+        for thread in frames:
+            frame: FrameType | None = frames[thread]
             while frame is not None:
                 for operation in waiting:
                     if frame.f_code is operation.code and frame.f_lasti == operation.instruction:

@@ -7,14 +7,17 @@ all code that it calls, is marked as not to be compiled: a compiled function is 
 *graph break*).
 
 torch also refuses to look up unknown attributes of a group. So it gets a group's methods and properties;
-some properties are constants of a compiled function, which checks them before each call.
+some properties are constants of a compiled function, which checks them before each call. Where torch cannot
+be told that (before 2.12), Dynamo binds methods by the types that it knows, and methods written in C are put
+into one of them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -74,6 +77,17 @@ def describe(kind: type) -> None:
     members = dict.fromkeys(methods, member_type.INLINED)
     members |= dict.fromkeys(_CONSTANTS + _CONSTANT_METHODS, member_type.USE_REAL)
     OPAQUE_TYPES.register_opaque_type(kind, typ="reference", members=members, guard_fn=_guarded)
+
+
+def as_method(made: Callable[..., Any]) -> Any:
+    """Return a method, in C or in Python, as Dynamo binds it to a group."""
+    if OPAQUE_TYPES is not None or isinstance(made, FunctionType):
+        return made
+    return _new_instance_method(made)
+
+
+_new_instance_method = ctypes.pythonapi.PyInstanceMethod_New
+_new_instance_method.argtypes, _new_instance_method.restype = (ctypes.py_object,), ctypes.py_object
 
 
 def _guarded(group: Any) -> list[object]:

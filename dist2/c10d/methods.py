@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
+from dist2.c10d.dynamo import as_method
 from dist2.compiled import records
 from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.operation.kinds import SUM, OpKind
@@ -430,10 +431,10 @@ def with_c10d_calls(group_type: _GroupType) -> _GroupType:
     modern = {name: getattr(group_type, name) for name in dir(group_type)}
     for name, (method, spelling, example) in C10D_ONLY.items():
         function = modern[method] if isinstance(method, str) else method
-        setattr(group_type, name, _old(name, function, spelling, example))
+        setattr(group_type, name, as_method(_old(name, function, spelling, example)))
     for name in {**SHARED, **FAST}:
         method = _shared(modern[name], SHARED[name]) if name in SHARED else modern[name]
-        setattr(group_type, name, fast_method(method, *FAST[name]) if name in FAST else method)
+        setattr(group_type, name, as_method(fast_method(method, *FAST[name]) if name in FAST else method))
     for name, keywords in OF_OBJECTS.items():
         setattr(group_type, name, _renaming(modern[name], keywords))
     return group_type

@@ -17,7 +17,7 @@ import attrs
 
 from dist2.operation.runner import LIBRARY_PATHS
 from dist2.runtime.other_process import Process
-from observability.frames import no_collection
+from observability.frames import frames_of_threads
 
 MAX_FRAMES = 64
 MAX_THREADS = 256
@@ -42,11 +42,11 @@ _STATES = {
 def stacks() -> list[dict[str, Any]]:
     """Return all Python threads of this process with their frames, the innermost frame first."""
     threads = {thread.ident: thread for thread in threading.enumerate()}
-    with no_collection():
-        frames, handled = sys._current_frames(), sys._current_exceptions()
+    with frames_of_threads() as frames:
+        handled = sys._current_exceptions()
         return [
-            _thread(ident, frame, threads.get(ident), handled.get(ident))
-            for ident, frame in list(frames.items())[:MAX_THREADS]
+            _thread(ident, frames[ident], threads.get(ident), handled.get(ident))
+            for ident in list(frames)[:MAX_THREADS]
         ]
 
 
@@ -57,12 +57,11 @@ def position(thread_id: int) -> dict[str, Any]:
         ``place`` (``job.py:22 in load``), ``file``, ``line``; ``inside``: the outermost function of dist2
         that the user code called, or None; ``exception``: the one that the thread is handling, or None.
     """
-    with no_collection():
-        return _position(thread_id)
+    with frames_of_threads() as frames:
+        return _position(thread_id, frames)
 
 
-def _position(thread_id: int) -> dict[str, Any]:
-    frames = sys._current_frames()
+def _position(thread_id: int, frames: dict[int, FrameType]) -> dict[str, Any]:
     if thread_id not in frames:
         thread_id = threading.main_thread().ident or 0
     frame = frames.get(thread_id)

@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -64,6 +65,35 @@ def test_no_collection_starts_while_frames_are_read(
     del collections[:]
     allocate()
     assert collections  # they begin again
+
+
+class Value:
+    """Stands for a tensor of the program."""
+
+
+@pytest.mark.parametrize(
+    "read", [stacks, lambda: position(threading.get_ident()), recorded], ids=["all", "one", "recorded"]
+)
+def test_values_of_other_threads_live_no_longer_because_frames_were_read(read: Callable[[], object]) -> None:
+    goes_on, holds, kept = threading.Event(), threading.Event(), list[weakref.ref[Value]]()
+
+    def call() -> None:
+        value = Value()
+        kept.append(weakref.ref(value))
+        holds.set()
+        goes_on.wait(10)
+
+    gc.disable()
+    try:
+        thread = threading.Thread(target=call)
+        thread.start()
+        assert holds.wait(10)
+        read()
+        goes_on.set()
+        thread.join(10)
+        assert kept[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_collector_that_the_program_has_switched_off_stays_off() -> None:
