@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from support.programs import ROOT, processes_with, run, start
+from support.torch_features import has
 from support.warm_interpreter import CHILDREN, warm_executable, warm_python
 
 DEMO = ROOT / "examples" / "demo"
@@ -44,7 +45,8 @@ def test_it_learns_to_read_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "curl -H 'Authorization: Bearer " in ended.output
     assert "?token=" in ended.output
     assert {path.name for path in (tmp_path / "flight").iterdir()} == {"rank_0", "rank_1"}
-    assert "all recorded collectives match, no rank is missing" in ended.output
+    if has("analyser"):
+        assert "all recorded collectives match, no rank is missing" in ended.output
 
 
 @pytest.mark.timeout(120)

@@ -11,6 +11,7 @@ from typing import Any
 from support.programs import Ended, run, start
 from support.stores import leaving_nothing, server, unused_port
 from support.time_limits import in_time
+from support.torch_features import needs
 from support.warm_interpreter import warm_python
 
 TORCH_CLIENT = """
@@ -91,6 +92,7 @@ SAID: list[Any] = [
 ]
 
 
+@needs("barrier")
 def test_torchs_client_in_another_process_on_our_server() -> None:
     with leaving_nothing():
         store = server(wait_for_workers=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import socket
@@ -195,7 +196,9 @@ def test_torchs_debug_server_lists_our_ranks(
     pytest.importorskip("jinja2")
     pytest.importorskip("tabulate", reason="torch's debug server needs it")
     pytest.importorskip("requests")
-    frontend = pytest.importorskip("torch.distributed.debug._frontend", reason="of torch 2.13")
+    frontend = pytest.importorskip("torch.distributed.debug._frontend", reason="of torch 2.12")
+    if "timeout" not in inspect.signature(frontend.fetch_all).parameters:
+        pytest.skip("torch's debug server takes no limit before torch 2.12")
     handlers = pytest.importorskip("torch.distributed.debug._debug_handlers")
     pg.barrier()
     pg.all_reduce(torch.ones(3))

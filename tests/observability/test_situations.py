@@ -250,7 +250,7 @@ SITUATIONS = (
     Situation(
         different_branch, (2,), ("diverges at operation #2: ranks 0, 1: all_reduce", "rank 2: broadcast")
     ),
-    Situation(slow_disk, (2,), (BLAMED, "in slow_disk", "pathlib.py")),
+    Situation(slow_disk, (2,), (BLAMED, "in slow_disk", "in open")),
     Situation(gil_held_asleep, (2,), ("rank 2 is waited for", "asleep (state S)", "interpreter lock (GIL)")),
     Situation(gil_held_busy, (2,), ("rank 2 is waited for", "running (state R)", "interpreter lock (GIL)")),
     Situation(uneven_data, (2,), ("last seen: all_reduce #4", "waited for by ranks 0, 1 in all_reduce #5")),

@@ -260,10 +260,20 @@ def marked(marks: tuple[int, int, int, int]) -> tuple[PythonPlans, Asked]:
     return compiled.records.Plans(PythonPlans(), api, types, asked, marks), asked
 
 
+def found_marks() -> tuple[int, int, int, int]:
+    """Return where this torch keeps the marks and storages of tensors; skip where that is not found."""
+    records: Any = compiled.records
+    found: tuple[int, int, int, int] = records.find_marks(plans_module.samples())
+    if torch.__version__.startswith("2.13."):
+        assert found[1] > 0 and found[3] > 0
+    if found[1] <= 0 or found[3] <= 0:
+        pytest.skip("this torch does not tell where it keeps the marks of tensors: it is asked each time")
+    return found
+
+
 @c_alone
 def test_torch_is_not_asked_of_tensors_that_are_marked_as_plain() -> None:
-    records: Any = compiled.records
-    made, asked = marked(records.find_marks(plans_module.samples()))
+    made, asked = marked(found_marks())
     with torch.inference_mode():
         inference = torch.ones(4)
     plain = [torch.ones(4), torch.ones(4, requires_grad=True), torch.nn.Parameter(torch.ones(4)), inference]
@@ -329,10 +339,8 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_tensor_that_has_changed_is_read_anew(change: str) -> None:
     """Its cached description must not serve the changed tensor."""
-    records: Any = compiled.records
-    found = records.find_marks(plans_module.samples())
+    found = found_marks()
     keeping, asking = marked(found)[0], marked((*found[:3], 0))[0]
-    assert found[3], "this torch has storages as others"
     tensor, out = torch.ones(4), torch.zeros(4)
     first, before = plan(), out.data_ptr()
     for plans in (keeping, asking):

@@ -13,7 +13,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch.distributed.flight_recorder", reason="torch's analyser is not in torch 2.8")
+from support.torch_features import has, reason
+
+if not has("analyser"):
+    pytest.skip(reason("analyser"), allow_module_level=True)
 from torch.distributed.flight_recorder import fr_trace
 
 
