@@ -59,6 +59,8 @@ def overlaps(inputs: Tensors, outputs: Tensors) -> tuple[Overlap, ...]:
 
 def shared_places(inputs: Tensors, outputs: Tensors) -> tuple[tuple[Overlap, ...], ...]:
     """Return where tensors share memory with outputs, as a part of a plan's key; mostly an empty tuple."""
+    if outputs is inputs and len(inputs) == 1:
+        return ()
     try:
         spans = sorted([_span(each) for each in (inputs if outputs is inputs else (*inputs, *outputs))])
     except RuntimeError:

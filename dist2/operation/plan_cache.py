@@ -94,7 +94,7 @@ def _key(kind: OpKind, agreed: Hashable, inputs: Tensors, outputs: Tensors) -> H
     if not (isinstance(inputs, (list, tuple)) and isinstance(outputs, (list, tuple))):
         return None  # iterating would use up a generator, and cut up a tensor
     try:
-        if any(map(has_no_storage, inputs)) or any(map(has_no_storage, outputs)):
+        if any(map(has_no_storage, inputs)) or (outputs is not inputs and any(map(has_no_storage, outputs))):
             return None  # of these, none is like another
         return (
             kind,

@@ -37,11 +37,10 @@ class HostStream:
 
 
 class HostEvent:
-    """An event, recorded on a stream."""
+    """An event."""
 
-    def __init__(self, stream: HostStream) -> None:
+    def __init__(self) -> None:
         self.pointer: int = stub().stub_event_create()
-        stub().stub_event_record(self.pointer, stream.handle)
         weakref.finalize(self, stub().stub_event_destroy, self.pointer).atexit = False
 
 
@@ -70,6 +69,7 @@ class HostDevice(Device):
         self._max_delay_us = max_delay_us
         self._seeds = itertools.count(1)
         self._open: list[HostStream] = []
+        self._events: list[HostEvent] = []
         self._queued: dict[int, Any] = {}
         self._numbers = itertools.count()
         self._pool: dict[tuple[int, int], list[torch.Tensor]] = {}
@@ -131,7 +131,13 @@ class HostDevice(Device):
         stub().stub_stream_run(stream.handle, ctypes.cast(callback, ctypes.c_void_p), None)
 
     def record(self, stream: HostStream, timed: bool = False) -> HostEvent:
-        return HostEvent(stream)
+        event = self._events.pop() if self._events else HostEvent()
+        stub().stub_event_record(event.pointer, stream.handle)
+        return event
+
+    def give_back(self, event: HostEvent) -> None:
+        assert self.passed(event)
+        self._events.append(event)
 
     def wait(self, stream: HostStream, event: HostEvent) -> None:
         stub().stub_stream_wait_event(stream.handle, event.pointer)

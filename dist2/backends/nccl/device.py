@@ -19,6 +19,8 @@ import torch
 _RUNTIMES = (("libcudart.so.13", "cuda"), ("libcudart.so.12", "cuda"), ("libamdhip64.so", "hip"))
 """The runtime that torch has loaded, and how its functions begin."""
 _RELAXED = 2
+_MOST_EVENTS = 1024
+"""Events that are kept: about as many operations can wait on a stream before a launch blocks."""
 
 Stream = Any
 """A stream of the device; opaque but for `Device.handle`."""
@@ -75,6 +77,9 @@ class Device(ABC):
     def record(self, stream: Stream, timed: bool = False) -> Event:
         """Return an event that passes when the work enqueued on a stream so far is done."""
 
+    def give_back(self, event: Event) -> None:  # noqa: B027 - not all keep events
+        """Take an event that is no longer used, for a later `record`."""
+
     @abstractmethod
     def wait(self, stream: Stream, event: Event) -> None:
         """Have later work on a stream wait for an event."""
@@ -123,6 +128,7 @@ class CudaDevice(Device):
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.torch_device = torch.device("cuda", index)
+        self._events: list[Event] = []  # to free one, torch lets another thread have the interpreter
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self.torch_device
@@ -151,9 +157,16 @@ class CudaDevice(Device):
             work()
 
     def record(self, stream: Stream, timed: bool = False) -> Event:
-        event = torch.cuda.Event(enable_timing=timed)
+        try:
+            event = torch.cuda.Event(enable_timing=True) if timed else self._events.pop()
+        except IndexError:
+            event = torch.cuda.Event()
         event.record(stream)
         return event
+
+    def give_back(self, event: Event) -> None:
+        if len(self._events) < _MOST_EVENTS:
+            self._events.append(event)
 
     def wait(self, stream: Stream, event: Event) -> None:
         stream.wait_event(event)

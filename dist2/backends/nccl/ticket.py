@@ -138,6 +138,12 @@ class Ticket(StreamOrdered):
         for callback in callbacks:
             callback(self)
 
+    def recycle(self) -> None:
+        """Give the event of a synchronous call back, which no other object has, once this has succeeded."""
+        span = self.span
+        if self._error is None and not self.operation.is_async and span.start is None:
+            span.device.give_back(span.end)
+
     # Called by the group
 
     def add_done_callback(self, callback: Callable[[Helped], None]) -> None:

@@ -170,6 +170,7 @@ class Watchdog:
                     del self._queues[handle]
         for ticket in done:
             ticket.settle()
+            ticket.recycle()
         with self._changed:
             self._changed.notify_all()
 
