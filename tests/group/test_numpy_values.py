@@ -155,8 +155,11 @@ def test_a_changed_byte_makes_another_value_or_none(place: int, change: int) -> 
         encode([np.float32(2), np.arange(3), np.array([True]), np.datetime64(1, "25s"), np.str_("a")])
     )
     data[1 + place % (len(data) - 1)] ^= change
+    value: object = None
     with contextlib.suppress(WireError):
-        repr(decode(bytes(data)))
+        value = decode(bytes(data))
+    with contextlib.suppress(OverflowError):  # numpy 2.5 cannot print all of its dates
+        repr(value)
 
 
 def test_where_there_is_no_numpy_its_values_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
