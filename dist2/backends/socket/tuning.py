@@ -59,7 +59,7 @@ class Thresholds:
         crowd: With more ranks than this, none should talk to all others at once.
     """
 
-    all_reduce_lent_bytes: Row = (64 << 10, 96 << 10, 768 << 10, 2 << 20)
+    all_reduce_lent_bytes: Row = (128 << 10, 96 << 10, 768 << 10, 2 << 20)
     reduce_lent_bytes: Row = (4 << 20, 768 << 10, 512 << 10, 8 << 20)
     reduce_scatter_lent_bytes: Row = (64 << 10, 768 << 10, 1 << 20, 4 << 20)
     broadcast_lent_bytes: Row = (384 << 10, 768 << 10, 384 << 10, 2 << 20)
@@ -67,7 +67,7 @@ class Thresholds:
     gather_lent_bytes: Row = (96 << 10, 320 << 10, 256 << 10, 512 << 10)
     scatter_lent_bytes: Row = (96 << 10, 320 << 10, 192 << 10, 256 << 10)
     all_to_all_lent_bytes: Row = (64 << 10, 144 << 10, 128 << 10, 512 << 10)
-    all_reduce_swept_bytes: Row = (64 << 10, 96 << 10, 768 << 10, 2 << 20)
+    all_reduce_swept_bytes: Row = (128 << 10, 96 << 10, 768 << 10, 2 << 20)
     reduce_swept_bytes: Row = (4 << 20, 768 << 10, 512 << 10, 8 << 20)
     reduce_scatter_swept_bytes: Row = (64 << 10, 768 << 10, 1 << 20, 4 << 20)
     broadcast_swept_bytes: Row = (384 << 10, 768 << 10, 384 << 10, 2 << 20)
