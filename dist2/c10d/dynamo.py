@@ -31,6 +31,9 @@ _LEFT_ALONE = eval_frame._FrameExecStrategy(_SKIP, _SKIP)  # the frame itself, a
 _CONSTANTS = ("group_name", "group_desc", "global_ranks", "timeout_s", "_device_types")
 """Properties that a compiled function may look at."""
 
+_TRACED = ("group_name",) if OPAQUE_TYPES is None else ()
+"""Properties that functional collectives read inside of a graph: there Dynamo has to trace them."""
+
 _CONSTANT_METHODS = ("rank", "size", "_get_backend_name", "__eq__", "__ne__")
 """Methods that torch itself takes for constants."""
 
@@ -40,6 +43,8 @@ def keep_out(package: str) -> None:
     for name, module in list(sys.modules.items()):
         if name == package or name.startswith(f"{package}."):
             for function in _functions(vars(module), name):
+                if function.__name__ in _TRACED:
+                    continue
                 function._torchdynamo_disable = True  # type: ignore[attr-defined]  # as torch's decorator
                 function._torchdynamo_disable_msg = "dist2 runs as it is"  # type: ignore[attr-defined]  # its reason
                 for code in _codes(function.__code__):

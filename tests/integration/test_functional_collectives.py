@@ -166,6 +166,20 @@ def test_a_compiled_functional_collective(run: Run, name: str) -> None:
     run(_compiled, name)
 
 
+def _whole_graph(pg: ProcessGroup) -> None:
+    with quiet(pg), compiling():
+        step = torch.compile(
+            lambda x: funcol.all_reduce(x, "sum", pg) + 1, backend="aot_eager", fullgraph=True
+        )
+        for _ in range(2):
+            compare(step(mine(pg.rank())), SUMS + 1)
+    torch._dynamo.reset()
+
+
+def test_a_graph_without_breaks_takes_the_group_itself(run: Run) -> None:
+    run(_whole_graph)
+
+
 def _in_place(pg: ProcessGroup) -> None:
     rank = pg.rank()
     with quiet(pg):
