@@ -141,7 +141,12 @@ class Ticket(StreamOrdered):
     def recycle(self) -> None:
         """Give the event of a synchronous call back, which no other object has, once this has succeeded."""
         span = self.span
-        if self._error is None and not self.operation.is_async and span.start is None:
+        if (
+            span.end is not None
+            and span.start is None
+            and not self.operation.is_async
+            and self._error is None
+        ):
             span.device.give_back(span.end)
 
     # Called by the group
