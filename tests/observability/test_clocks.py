@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import signal
+import statistics
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -115,7 +116,8 @@ def test_offsets_are_told_and_corrected_between_ranks_whose_clocks_differ(tmp_pa
     assert planes[1][2] == Offset(0, 0), "its own"
     early, late = reductions(trace, 0), reductions(trace, 1)
     assert len(early) == len(late) == STEPS
+    later_s = [late_begun_s - begun_s for (begun_s, _), (late_begun_s, _) in zip(early, late, strict=True)]
+    assert statistics.median(later_s) > LATE_S / 2 - error_s  # in a single one rank 0 may have lost the core
     for (begun_s, ended_s), (late_begun_s, late_ended_s) in zip(early, late, strict=True):
-        assert begun_s + LATE_S / 2 < late_begun_s + error_s
         assert late_begun_s - error_s < ended_s, "no rank leaves before all have entered"
         assert begun_s - error_s < late_ended_s
