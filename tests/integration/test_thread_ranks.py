@@ -51,10 +51,10 @@ def work(pg: ProcessGroup) -> str:
 def die(pg: ProcessGroup) -> Any:
     """End the process of ranks 0 and 1; return rank 2's error, and the survivors."""
     mine = torch.ones(8)
-    pg.all_reduce(mine)
-    if pg.rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
     try:
+        pg.all_reduce(mine)  # rank 2 may still be in it when its peers die
+        if pg.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
         pg.all_reduce(mine)
     except PeerLostError as error:
         return error.ranks, pg.shrink().size()
