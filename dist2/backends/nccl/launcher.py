@@ -20,7 +20,7 @@ import attrs
 
 from dist2.backends.base import Tensors
 from dist2.backends.nccl.communicator import Communicator
-from dist2.backends.nccl.device import Device, Event, Stream
+from dist2.backends.nccl.device import Device, Stream
 from dist2.backends.nccl.first_messages import FirstMessages
 from dist2.backends.nccl.launch import Launch
 from dist2.backends.nccl.library import Library
@@ -55,21 +55,17 @@ class Message:
         inputs: The tensors that it reads.
         outputs: The tensors that it writes.
         ticket: Its ticket.
-        after: Passes when the work is done that the caller had enqueued; None on the caller's own stream.
     """
 
     steps: Steps
     inputs: Tensors
     outputs: Tensors
     ticket: Ticket
-    after: Event | None = None
 
     def connects_to(self) -> int | None:
-        """Return the rank at the other end of a message; None where NCCL is not called for it."""
-        signature = self.ticket.operation.signature
-        if not signature.kind.is_p2p or not any(each.numel() for each in (*self.inputs, *self.outputs)):
-            return None
-        return signature.peer
+        """Return the rank at the other end; None where NCCL is not called, as there is nothing to move."""
+        is_empty = not any(each.numel() for each in (*self.inputs, *self.outputs))
+        return None if is_empty else self.ticket.operation.signature.peer
 
 
 class MessageBatch:
@@ -181,7 +177,7 @@ class Launcher:
             if self._options.strict and not operation.signature.kind.is_p2p:
                 self._outside.compare(operation)
             communicator, lane = self._lane_of(operation.signature, communicators)
-            message = self._placed(message, lane)
+            self._place(ticket, lane)
             if operation.signature.kind is OpKind.RECV and operation.signature.peer is not None:
                 operation.source = operation.signature.peer
             batch: MessageBatch | None = getattr(self._batches, "batch", None)
@@ -230,16 +226,15 @@ class Launcher:
         source, target = (own, peer) if signature.kind is OpKind.SEND else (peer, own)
         return (communicators.up, "up") if source < target else (communicators.down, "down")
 
-    def _placed(self, message: Message, lane: str) -> Message:
+    def _place(self, ticket: Ticket, lane: str) -> None:
         """Choose the stream of an operation; there it is behind the work that its caller has enqueued."""
-        device, span = self._device, message.ticket.span
-        if not message.ticket.operation.is_async:
-            return message
-        after = device.record(span.stream)
+        device, span = self._device, ticket.span
+        if not ticket.operation.is_async:
+            return
+        span.after = device.record(span.stream)
         if lane not in self._streams:
             self._streams[lane] = device.new_stream()
         span.stream = self._streams[lane]
-        return Message(message.steps, message.inputs, message.outputs, message.ticket, after)
 
     def _put_watched(self, lane: str, communicator: Communicator, messages: Sequence[Message]) -> None:
         """Put operations on a stream, and have the watchdog see them end.
@@ -249,9 +244,10 @@ class Launcher:
         for each in messages:
             if each.ticket.operation.is_async or not self._device.blocks:
                 self._watchdog.watch(each.ticket)
-        peers = {peer for each in messages if (peer := each.connects_to()) is not None}
-        if peers and self._first[lane].take(peers, lambda: self._put_later(lane, communicator, messages)):
-            return
+        if lane != "main":
+            peers = {peer for each in messages if (peer := each.connects_to()) is not None}
+            if peers and self._first[lane].take(peers, lambda: self._put_later(lane, communicator, messages)):
+                return
         self._put(lane, communicator, messages)
 
     def _put_later(self, lane: str, communicator: Communicator, messages: Sequence[Message]) -> None:
@@ -273,8 +269,9 @@ class Launcher:
         start = device.record(stream, timed=True) if timed else None
         launch = Launch(device, stream, communicator)
         for each in messages:
-            if each.after is not None:
-                device.wait(stream, each.after)
+            after = each.ticket.span.after
+            if after is not None:
+                device.wait(stream, after)
             each.steps(launch, each.inputs, each.outputs)
         launch.finish()
         end = device.record(stream, timed)
@@ -322,7 +319,7 @@ class Launcher:
                 f"inside a CUDA graph: run one before the capture, or build the group with eager=True"
             )
         communicator, lane = self._lane_of(operation.signature, self.communicators)
-        message = self._placed(message, lane)
+        self._place(ticket, lane)
         ticket.settle()  # no thread watches it: for the group it is over, and `wait` orders the streams
         self._put("graph", communicator, [message])
         return ticket if operation.is_async else None

@@ -49,12 +49,14 @@ class Span:
         stream: Which.
         end: Passes when the operation is done; None before it was launched.
         start: Passes when it begins; None where that is not measured.
+        after: Passes when the work is done that the caller had enqueued; None on the caller's own stream.
     """
 
     device: Device
     stream: Stream
     end: Event | None = None
     start: Event | None = None
+    after: Event | None = None
 
     @property
     def handle(self) -> int:
