@@ -2,11 +2,12 @@
 
     python benchmarks/nccl.py                # on a machine with a GPU; `make gpu-bench`
 
-Both run in the same processes, one after the other: alone, and with 2 processes on one GPU. Measured are the
-time that the caller spends on launching an all_reduce of 8 bytes, synchronous and asynchronous; the time and
-bandwidth of longer ones on the GPU; a matrix product with an all_reduce beside it, against the two alone; and
-the part of the launch that flight recorder and counters take. Without a GPU it says so, and measures only the
-launch, over the tests' stub of NCCL and host memory: no figure of a GPU, but the part of dist2 and cupy.
+Both run in the same processes, one after the other. Measured with one rank are the time that the caller
+spends on launching an all_reduce of 8 bytes, synchronous and asynchronous; the time and bandwidth of longer
+ones on the GPU; a matrix product with an all_reduce beside it, against the two alone; and the part of the
+launch that flight recorder and counters take. With 2 processes on one GPU only the longer ones are. Without a
+GPU it says so, and measures only the launch, over the tests' stub of NCCL and host memory: no figure of a GPU,
+but the part of dist2 and cupy.
 """
 
 from __future__ import annotations
@@ -98,10 +99,10 @@ def measure(reduce: Reduce, world_size: int) -> dict[str, Any]:
     reduce(ones, False)
     assert ones.sum().item() == 1000.0 * world_size
     is_shared = world_size > 1
+    lengths, calls = (SHARED_LENGTHS, SHARED_CALLS) if is_shared else (LENGTHS, 20)
     longer = {}
-    for numel in SHARED_LENGTHS if is_shared else LENGTHS:
+    for numel in lengths:
         tensor = torch.zeros(numel, device="cuda")
-        calls = SHARED_CALLS if is_shared else 20
         spent_us = device_us(lambda tensor=tensor: reduce(tensor, False), calls)  # type: ignore[misc]  # bound at once
         longer[4 * numel] = {"us": spent_us, "GB_per_s": 4 * numel / spent_us / 1000}
     if is_shared:

@@ -8,19 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.gpu_ranks import run_on_gpu
+from support.gpu_ranks import late, run_on_gpu
 
 from dist2 import ProcessGroup
-
-_CYCLES = 50_000_000
-"""How long the streams are held up: some hundredths of a second."""
-
-
-def late(value: float, numel: int = 1 << 20) -> torch.Tensor:
-    """Return a tensor that the current stream fills some time from now."""
-    tensor = torch.zeros(numel, device="cuda")
-    torch.cuda._sleep(_CYCLES)
-    return tensor.fill_(value)
 
 
 def order(pg: ProcessGroup) -> None:

@@ -6,18 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.gpu_ranks import run_on_gpu
+from support.gpu_ranks import late, run_on_gpu
 
 from dist2 import ProcessGroup
 
 NUMEL = 1 << 20
-
-
-def late(value: float, numel: int = NUMEL) -> torch.Tensor:
-    """Return a tensor that the current stream fills some hundredths of a second from now."""
-    tensor = torch.zeros(numel, device="cuda")
-    torch.cuda._sleep(50_000_000)
-    return tensor.fill_(value)
 
 
 def collectives(pg: ProcessGroup) -> None:
@@ -64,4 +57,4 @@ def messages(pg: ProcessGroup) -> None:
 
 @pytest.mark.parametrize("body", [collectives, messages])
 def test_gpu_tensors_through_the_host(body: object, tmp_path: Path) -> None:
-    run_on_gpu(2, body, tmp_path, backend="socket")  # type: ignore[arg-type]  # one of the two above
+    run_on_gpu(2, body, tmp_path, backend="socket", device="cpu")  # type: ignore[arg-type]  # one of the two above

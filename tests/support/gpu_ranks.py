@@ -11,6 +11,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import dist2
 from dist2 import ProcessGroup
 
@@ -27,9 +29,17 @@ ENVIRONMENT = {
     "NCCL_DEBUG": "WARN",
 }
 """Read once a process, before the first call of NCCL."""
+GROUP: dict[str, Any] = {"backend": "nccl", "device": "cuda:0", "timeout": 60.0}
 DIED = "died"
 
 context = multiprocessing.get_context("spawn")
+
+
+def late(value: float, numel: int = 1 << 20) -> torch.Tensor:
+    """Return a tensor that the current stream fills some hundredths of a second from now."""
+    tensor = torch.zeros(numel, device="cuda")
+    torch.cuda._sleep(50_000_000)
+    return tensor.fill_(value)
 
 
 def run_on_gpu(
@@ -37,13 +47,16 @@ def run_on_gpu(
     body: Callable[..., Any],
     directory: Path,
     *arguments: Any,
-    timeout: float = 60.0,
-    backend: str = "nccl",
     **options: Any,
 ) -> list[Any]:
     """Call ``body(pg, *arguments)`` on each rank; return the result of each, `DIED` if its process ended.
 
-    The group is of ``backend``, with these options.
+    Args:
+        world_size: How many ranks.
+        body: Runs on each.
+        directory: A new one.
+        arguments: For the body.
+        options: Of `dist2.new_group`, beside those in `GROUP` or in their place.
 
     Raises:
         AssertionError: A rank raised, or has sent nothing for `LIMIT_S`.
@@ -51,17 +64,7 @@ def run_on_gpu(
     pipes, processes = [], []
     for rank in range(world_size):
         ours, theirs = context.Pipe()
-        given = (
-            theirs,
-            body,
-            arguments,
-            str(directory / "store"),
-            rank,
-            world_size,
-            timeout,
-            backend,
-            options,
-        )
+        given = (theirs, body, arguments, str(directory / "store"), rank, world_size, options)
         process = context.Process(target=_serve, args=given, daemon=True)
         process.start()
         theirs.close()
@@ -99,8 +102,6 @@ def _serve(
     path: str,
     rank: int,
     world_size: int,
-    timeout: float,
-    backend: str,
     options: dict[str, Any],
 ) -> None:
     faulthandler.dump_traceback_later(LIMIT_S - 10)  # of a rank that is stuck
@@ -108,15 +109,8 @@ def _serve(
     answer: tuple[bool, Any]
     try:
         store = dist2.FileStore(path, world_size)
-        pg: ProcessGroup = dist2.new_group(
-            backend,
-            timeout,
-            "cuda:0" if backend == "nccl" else "cpu",
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            **options,
-        )
+        members = {"store": store, "rank": rank, "world_size": world_size}
+        pg: ProcessGroup = dist2.new_group(**GROUP | members | options)
         answer = True, body(pg, *arguments)
         pg.shutdown()
     except BaseException:  # noqa: BLE001 - reported to the test

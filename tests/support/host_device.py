@@ -131,7 +131,10 @@ class HostDevice(Device):
         stub().stub_stream_run(stream.handle, ctypes.cast(callback, ctypes.c_void_p), None)
 
     def record(self, stream: HostStream, timed: bool = False) -> HostEvent:
-        event = self._events.pop() if self._events else HostEvent()
+        try:
+            event = self._events.pop()
+        except IndexError:
+            event = HostEvent()
         stub().stub_event_record(event.pointer, stream.handle)
         return event
 

@@ -55,9 +55,7 @@ _FEATURES: dict[str, tuple[str, Callable[[], bool]]] = {
     "gloo_alltoall": ("all_to_all by Gloo", lambda: _is_since(2, 12)),
     "analyser": (
         "an analyser of flight recorders that reads dumps of Gloo",
-        lambda: (
-            _is_since(2, 12) and '"gloo"' in _source("torch.distributed.flight_recorder.components.types")
-        ),
+        lambda: _is_since(2, 12),
     ),
 }
 

@@ -164,8 +164,8 @@ ncclCommDestroy(ncclComm_t comm)
     return SUCCESS;
 }
 
-/* Abort the running operations, and free the communicator: also during a split or a first message in another thread. A communicator
-   that is still being made is only aborted. */
+/* Abort the running operations, and free the communicator: also during a split or a first message in another thread.
+   A communicator that is still being made is only aborted. */
 Result
 ncclCommAbort(ncclComm_t comm)
 {

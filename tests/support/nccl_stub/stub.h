@@ -3,7 +3,7 @@
    streams.c   streams and events that run work on threads, delayed on request
    board.c     the shared memory of one communicator: a ring of bytes for each ordered pair of ranks
    folds.c     reductions, in rank order
-   launch.c    operations and groups: the work of NCCL's kernels, run by a stream; connections, made by the first messages
+   launch.c    operations and groups: the work of NCCL's kernels, run by a stream; connections, which first messages make
    nccl.c      NCCL's functions, with its signatures and result codes
 
    Ranks that do not come are waited for until the communicator is aborted, as NCCL does. */
