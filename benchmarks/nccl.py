@@ -6,8 +6,8 @@ Both run in the same processes, one after the other. Measured with one rank are 
 spends on launching an all_reduce of 8 bytes, synchronous and asynchronous; the time and bandwidth of longer
 ones on the GPU; a matrix product with an all_reduce beside it, against the two alone; and the part of the
 launch that flight recorder and counters take. With 2 processes on one GPU only the longer ones are. Without a
-GPU it says so, and measures only the launch, over the tests' stub of NCCL and host memory: no figure of a GPU,
-but the part of dist2 and cupy.
+GPU it says so, and measures only the launch, over the tests' stub of NCCL and host memory: no figure of a
+GPU, but the part of dist2 and cupy.
 """
 
 from __future__ import annotations
