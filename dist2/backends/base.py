@@ -106,7 +106,6 @@ class Backend(ABC):
     """Moves tensors between the members of one group.
 
     Attributes:
-        name: The name that users give.
         natively_async: Whether collectives return at once with a future, in issue order. Where False,
             they block, and the group runs asynchronous ones on the thread of its `CollectiveQueue`.
         stream_ordered: Whether operations that complete later are `StreamOrdered`. Starting one never blocks.
@@ -118,7 +117,6 @@ class Backend(ABC):
         on_revoked: Called with that error, once a member has revoked the group.
     """
 
-    name: ClassVar[str]
     natively_async: ClassVar[bool] = False
     stream_ordered: ClassVar[bool] = False
     frees_tensors: bool = False
@@ -354,7 +352,7 @@ class Backend(ABC):
         raise self._cannot("be reconfigured")
 
     def _cannot(self, what: str) -> InvalidUsageError:
-        return InvalidUsageError(f"backend {self.name!r} cannot {what}; 'socket' can")
+        return InvalidUsageError(f"backend {self.spec.info.backend!r} cannot {what}; 'socket' can")
 
     # Life
 

@@ -32,7 +32,6 @@ create.has_peers = False  # type: ignore[attr-defined]  # `new_group` waits for 
 class FakeBackend(Backend):
     """Completes every operation at once, from this rank's tensors alone."""
 
-    name = "fake"
     device_types = ("cpu", "cuda", "meta", "mps", "xpu", "hpu", "mtia")
 
     def all_reduce(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:

@@ -34,8 +34,6 @@ def open_alone(name: str, **options: object) -> Any:
 class Doubling(Backend):
     """A world of one, whose sums are doubled so that they show."""
 
-    name = "doubling"
-
     def __init__(self, spec: GroupSpec) -> None:
         super().__init__(spec)
         self.closed = 0
@@ -62,6 +60,19 @@ class Doubling(Backend):
 
     def abort(self) -> None:
         pass
+
+
+@pytest.mark.parametrize("name", ["gloo", "fake"])
+def test_a_backend_says_which_membership_changes_it_lacks(name: str) -> None:
+    with open_alone(name) as pg:
+        for call, words in (
+            (pg.revoke, "revoke a group"),
+            (pg.agree, "agree"),
+            (pg.handle, "say how it is reached"),
+            (lambda: pg.reconfigure("again", ["me"]), "say how it is reached"),
+        ):
+            with pytest.raises(InvalidUsageError, match=f"backend '{name}' cannot {words}; 'socket' can"):
+                call()
 
 
 def test_a_backend_of_the_users_has_every_operation() -> None:

@@ -109,7 +109,6 @@ class NcclBackend(Controlled):
         parent: The backend of the group that this one is made from.
     """
 
-    name = "nccl"
     natively_async = True
     stream_ordered = True
 

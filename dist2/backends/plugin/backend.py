@@ -54,12 +54,11 @@ class PluginBackend(Messages):
 
     def __init__(self, spec: GroupSpec, native: Any, create: Callable[[GroupSpec], Any]) -> None:
         super().__init__(spec, native)
-        self.name = spec.info.backend  # type: ignore[misc]  # a class for all names
         self.device_types = creator_of(spec.info.backend).devices
         self._create = create
         self._lacking: set[tuple[str, Reduction | None, torch.dtype | None]] = set()
         self._is_compiled = isinstance(native, c10d.Backend) or "cpu" not in self.device_types
-        self._waiters = Waiters(f"dist2-{self.name}-{spec.info.name}")
+        self._waiters = Waiters(f"dist2-{spec.info.backend}-{spec.info.name}")
 
     def plan(self, signature: Signature) -> Execute:
         """Return the method of the operation: the object checks dtypes and reductions."""
@@ -216,8 +215,8 @@ class PluginBackend(Messages):
             signature = operation.signature
             dtypes = ", ".join(sorted({str(meta.dtype) for meta in (*signature.inputs, *signature.outputs)}))
             raise InvalidUsageError(
-                f"{signature} on {dtypes} is not possible with backend {self.name!r}: its object does not "
-                f"support {' or '.join(names)}"
+                f"{signature} on {dtypes} is not possible with backend {signature.group.backend!r}: its object "
+                f"does not support {' or '.join(names)}"
             )
 
     def _call(self, operation: Operation, names: Sequence[str], *arguments: Any) -> bool:

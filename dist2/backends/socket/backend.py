@@ -106,7 +106,6 @@ class SocketBackend(Backend):
         outside: Watches operations of the group that another backend runs.
     """
 
-    name = "socket"
     staged_types = ("cuda",)
     frees_tensors = True
 
