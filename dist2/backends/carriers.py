@@ -1,10 +1,9 @@
-"""Conversion of tensors for Gloo, which lacks some dtypes and requires contiguous memory. Pure.
+"""Conversion of tensors for libraries that lack some dtypes and require contiguous memory: Gloo, MPI. Pure.
 
-Tensors that are only moved travel as bytes, exactly. Tensors that are reduced travel in a dtype that Gloo has
-and whose arithmetic gives the same result: 16-bit integers in 32-bit ones (sums wrap in the same way after
-truncation), unsigned 64-bit in signed (two's complement), booleans as bytes 0 and 1, complex numbers as
-pairs. Sums and products of half precision run in float32 and are rounded once, at the price of twice
-the bytes.
+Tensors that are only moved travel as bytes, exactly. Tensors that are reduced travel in a dtype that these
+libraries have and whose arithmetic gives the same result: 16-bit integers in 32-bit ones (sums wrap in the
+same way after truncation), unsigned 64-bit in signed (two's complement), booleans as bytes 0 and 1, complex
+numbers as pairs. Half precision is reduced in float32 and rounded once, at the price of twice the bytes.
 """
 
 from __future__ import annotations
@@ -66,11 +65,11 @@ class Landing:
 
 @attrs.frozen(eq=False)
 class Carrier:
-    """How one reduction of one dtype is done by Gloo.
+    """How one reduction of one dtype is done.
 
     Attributes:
-        kind: Gloo's reduction of the carried elements.
-        load: Returns the elements of a flat tensor in a dtype that Gloo has: a view, or a copy.
+        kind: The library's reduction of the carried elements.
+        load: Returns the elements of a flat tensor in a dtype that the library has: a view, or a copy.
         unload: Writes the carried result to the flat tensor; None where `load` gave a view of it.
     """
 
@@ -133,9 +132,7 @@ def _table() -> dict[tuple[torch.dtype, ReduceKind], Carrier]:
         table[torch.bool, kind] = _by_view(_BOOLEAN[kind], torch.uint8)
     for kind in plain_kinds:
         table.update({(dtype, kind): Carrier(kind, _same) for dtype in _FLOATS})
-    for kind in (_MIN, _MAX):
-        table.update({(dtype, kind): Carrier(kind, _same) for dtype in _HALVES})
-    for kind in (_SUM, _PRODUCT, *_SCALED):
+    for kind in (*plain_kinds, *_SCALED):
         carried = _SUM if kind in _SCALED else kind
         table.update({(dtype, kind): _in_wider(carried, torch.float32) for dtype in _HALVES})
     for kind in (_SUM, *_SCALED):
@@ -152,23 +149,26 @@ def _pairs(flat: Tensor) -> Tensor:
 
 
 CARRIERS = _table()
-"""For Gloo, which computes in floating point of any size, and `_INTEGERS`."""
+"""For libraries that compute in `_FLOATS` and `_INTEGERS`."""
 
 
-def carrier_of(dtype: torch.dtype, reduction: Reduction, op: str) -> Carrier:
-    """Return how Gloo does a reduction.
+def carrier_of(dtype: torch.dtype, reduction: Reduction, op: str, backend: str) -> Carrier:
+    """Return how a reduction is done.
 
     Args:
         dtype: The tensors' dtype.
         reduction: The reduction that the caller asked for.
-        op: The operation, for the error.
+        op: The operation, and
+        backend: the backend, for the error.
 
     Raises:
         InvalidUsageError: There is no exact way.
     """
     found = CARRIERS.get((dtype, reduction.kind))
     if found is None:
-        raise InvalidUsageError(f"{op} with op={reduction} is not possible on {dtype} with backend 'gloo'")
+        raise InvalidUsageError(
+            f"{op} with op={reduction} is not possible on {dtype} with backend {backend!r}"
+        )
     return found
 
 

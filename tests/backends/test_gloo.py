@@ -17,8 +17,8 @@ from support.time_limits import in_time
 from torch.distributed import HashStore, ReduceOp
 
 from dist2.backends.base import GroupSpec
+from dist2.backends.carriers import CARRIERS, Landing, as_bytes, carrier_of
 from dist2.backends.gloo import GlooBackend, create
-from dist2.backends.gloo.carriers import CARRIERS, Landing, as_bytes, carrier_of
 from dist2.backends.gloo.core import Calls, error_of
 from dist2.backends.gloo.messages import Mailbox, Waiters
 from dist2.errors import (
@@ -192,7 +192,7 @@ def _plainly_combined(left: torch.Tensor, right: torch.Tensor, name: str) -> tor
 )
 def test_impossible_reductions_name_dtype_and_op(dtype: torch.dtype, op: ReduceOp) -> None:
     with pytest.raises(InvalidUsageError, match=f"all_reduce with op={Reduction.of(op)} .*{dtype}.*gloo"):
-        carrier_of(dtype, Reduction.of(op), "all_reduce")
+        carrier_of(dtype, Reduction.of(op), "all_reduce", "gloo")
 
 
 def test_a_landing_hides_strides_and_conjugation() -> None:

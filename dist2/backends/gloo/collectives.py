@@ -12,7 +12,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from dist2.backends.base import Tensors
-from dist2.backends.gloo.carriers import Landing, as_bytes, carrier_of, finish, plain, scale_before
+from dist2.backends.carriers import Landing, as_bytes, carrier_of, finish, plain, scale_before
 from dist2.backends.gloo.core import GlooCore, left
 from dist2.operation.signature import Operation
 
@@ -94,9 +94,10 @@ class Collectives(GlooCore):
 
     def _combine(self, operation: Operation, flat: torch.Tensor, name: str, options: Any) -> None:
         """Reduce a flat tensor, in place, by a method of torch's object."""
-        reduction = operation.signature.reduction
+        signature = operation.signature
+        reduction = signature.reduction
         assert reduction is not None  # the group gives one to every reducing operation
-        carrier = carrier_of(flat.dtype, reduction, operation.signature.kind.value)
+        carrier = carrier_of(flat.dtype, reduction, signature.kind.value, signature.group.backend)
         scale_before(flat, reduction)
         carried = carrier.load(flat)
         options.reduceOp = getattr(c10d.ReduceOp, carrier.kind.name)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from dist2.backends.base import Backend, Execute, GroupSpec
-from dist2.backends.gloo.carriers import carrier_of
+from dist2.backends.carriers import carrier_of
 from dist2.errors import (
     BackendError,
     Dist2Error,
@@ -84,7 +84,7 @@ class GlooCore(Backend):
         """
         if signature.reduction is not None:
             for meta in signature.inputs:
-                carrier_of(meta.dtype, signature.reduction, signature.kind.value)
+                carrier_of(meta.dtype, signature.reduction, signature.kind.value, "gloo")
         if signature.tag > MAX_TAG:
             raise InvalidUsageError(f"tag must be at most {MAX_TAG} with backend 'gloo', got {signature.tag}")
         return super().plan(signature)

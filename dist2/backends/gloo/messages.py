@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dist2.backends.base import GroupSpec, Tensors
-from dist2.backends.gloo.carriers import Landing, as_bytes
+from dist2.backends.carriers import Landing, as_bytes
 from dist2.backends.gloo.core import GlooCore, left, translate
 from dist2.errors import GroupAbortedError, MismatchError, OperationTimeoutError
 from dist2.operation.signature import Operation
