@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -196,9 +197,19 @@ def supports_complex(reduceOp: ReduceOp) -> bool:  # noqa: N803 - torch's name
     return Reduction.of(reduceOp).kind in (ReduceKind.SUM, ReduceKind.AVG, ReduceKind.PREMUL_SUM)
 
 
+_PACKAGES = {"nccl": "cupy", "mpi": "mpi4py"}
+"""Packages that backends need and dist2 does not install by itself."""
+
+
 def is_backend_available(backend: str) -> bool:
-    """Whether every backend that a string names is known here."""
-    return all(name in backend_names() for name in backends_by_device(backend).values())
+    """Whether every backend that a string names is known here, and has the packages that it needs."""
+    return all(map(_is_usable, backends_by_device(backend).values()))
+
+
+def _is_usable(name: str) -> bool:
+    if name not in backend_names() or (name == "nccl" and not torch.backends.cuda.is_built()):
+        return False
+    return name not in _PACKAGES or find_spec(_PACKAGES[name]) is not None
 
 
 def get_default_backend_for_device(device: str | torch.device) -> str:
@@ -224,12 +235,12 @@ def is_gloo_available() -> bool:
 
 
 def is_nccl_available() -> bool:
-    """Whether there is a backend ``nccl``."""
+    """Whether there is a backend ``nccl``: torch is built for GPUs, and cupy is installed."""
     return is_backend_available("nccl")
 
 
 def is_mpi_available() -> bool:
-    """Whether there is a backend ``mpi``."""
+    """Whether there is a backend ``mpi``: mpi4py is installed."""
     return is_backend_available("mpi")
 
 

@@ -17,6 +17,7 @@ from torch.distributed import HashStore, ReduceOp, distributed_c10d
 
 import dist2
 import dist2.legacy as ours
+from dist2.legacy import names
 
 ADDED = {"init_process_group": ("register_with_torch",)}
 """Keywords that only dist2 has."""
@@ -156,7 +157,29 @@ def test_backend_names() -> None:
     assert ours.is_backend_available("cpu:gloo")
     assert not ours.is_backend_available("cpu:gloo,cuda:nobody")
     assert ours.is_gloo_available()
-    assert ours.is_mpi_available() == ("mpi" in dist2.backend_names())
+    assert ours.is_backend_available("fake")
+
+
+@pytest.mark.parametrize(("name", "package"), [("nccl", "cupy"), ("mpi", "mpi4py")])
+def test_a_backend_is_available_with_its_package(
+    name: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs choose the backend by this: "nccl" would fail where it cannot be used."""
+    installed = {package}
+    monkeypatch.setattr(names, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    ask = getattr(ours, f"is_{name}_available")
+    assert ask()
+    assert ours.is_backend_available(name)
+    installed.clear()
+    assert not ask()
+    assert not ours.is_backend_available(f"cpu:{name}")
+
+
+def test_nccl_is_not_available_with_a_torch_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    assert not ours.is_nccl_available()
 
 
 def test_unknown_backends_are_told() -> None:

@@ -213,10 +213,11 @@ class PluginBackend(Messages):
         """
         if not self._call(operation, names, *arguments):
             signature = operation.signature
+            backend = signature.group.backend
             dtypes = ", ".join(sorted({str(meta.dtype) for meta in (*signature.inputs, *signature.outputs)}))
             raise InvalidUsageError(
-                f"{signature} on {dtypes} is not possible with backend {signature.group.backend!r}: its object "
-                f"does not support {' or '.join(names)}"
+                f"{signature} on {dtypes} is not possible with backend {backend!r}: its object does not "
+                f"support {' or '.join(names)}"
             )
 
     def _call(self, operation: Operation, names: Sequence[str], *arguments: Any) -> bool:
