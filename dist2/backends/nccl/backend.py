@@ -1,21 +1,19 @@
 """`NcclBackend`: a group whose tensors are on GPUs.
 
-It holds a group of the socket backend with the same members, its *control group*, which finds deaths,
-mismatches and missing ranks, agrees on survivors, and carries the operations that NCCL lacks: those on CPU
-tensors, and messages with tags. The control group is made first; over it the members then meet.
+Its control group (see `Controlled`) also carries the operations that NCCL lacks: those on CPU tensors, and
+messages with tags.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 
 import attrs
 import torch
 
-from dist2.backends.base import Backend, Execute, GroupSpec, Helped, Job, Tensors
-from dist2.backends.consensus import Agreement
+from dist2.backends.base import Execute, GroupSpec, Helped, Job, Tensors
 from dist2.backends.nccl.device import CudaDevice, Device
 from dist2.backends.nccl.launcher import Launcher
 from dist2.backends.nccl.library import Library, load
@@ -25,6 +23,7 @@ from dist2.backends.nccl.options import NcclOptions
 from dist2.backends.nccl.staging import is_staged, staged
 from dist2.backends.socket import create as create_socket
 from dist2.backends.socket.backend import SocketBackend
+from dist2.backends.socket.controlled import Controlled
 from dist2.errors import (
     GroupAbortedError,
     GroupRevokedError,
@@ -34,66 +33,6 @@ from dist2.errors import (
 from dist2.operation.kinds import OpKind
 from dist2.operation.signature import Operation, Signature
 from dist2.runtime.deadline import deadline_in
-
-
-class Controlled(Backend):
-    """The membership of a group, as its control group sees it.
-
-    Args:
-        spec: The group.
-        control: Its control group: the same members in the same order.
-
-    Attributes:
-        control: The control group.
-    """
-
-    def __init__(self, spec: GroupSpec, control: SocketBackend) -> None:
-        super().__init__(spec)
-        self.control = control
-        control.on_revoked = self._take_revocation
-        if control.revoked is not None:
-            self._take_revocation(control.revoked)
-
-    def revoke(self, by: int) -> None:
-        """Tell all members."""
-        self.control.revoke(by)
-
-    def _take_revocation(self, error: GroupRevokedError) -> None:
-        self.revoked = error
-        self.control.outside.wake()
-        self.on_revoked(error)
-
-    def last_seen(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return the last operations, as the control links report them."""
-        return self.control.last_seen(ranks)
-
-    def broken_by(self, error: BaseException) -> None:
-        """Tell the control group."""
-        self.control.broken_by(error)
-
-    def leaves_for(self, error: BaseException) -> None:
-        """Tell the control group."""
-        self.control.leaves_for(error)
-
-    def look(self) -> None:
-        """Read the control links."""
-        self.control.look()
-
-    def agree(self, flags: int, deadline_ns: int, shrinks: bool = False) -> tuple[int, Agreement]:
-        """Agree over the control links, which still work after NCCL has failed."""
-        return self.control.agree(flags, deadline_ns, shrinks)
-
-    def lost(self) -> Mapping[int, str]:
-        """Return the group ranks that are known to have died."""
-        return self.control.lost()
-
-    def departed(self) -> Mapping[int, str]:
-        """Return the group ranks that are known to have left or aborted the group."""
-        return self.control.departed()
-
-    def handle(self) -> str:
-        """Return how the control group is reached."""
-        return self.control.handle()
 
 
 class NcclBackend(Controlled):

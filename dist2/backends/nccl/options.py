@@ -9,10 +9,8 @@ import attrs
 
 from dist2.backends.nccl.device import Device
 from dist2.backends.nccl.library import Library
+from dist2.backends.socket.controlled import CONTROL_OPTIONS
 from dist2.errors import InvalidUsageError, UnknownOptionError
-
-_CONTROL = ("transport", "host", "node", "tuning", "algorithm", "deterministic")
-"""Options of the socket backend, which carries control messages and CPU tensors."""
 
 
 @attrs.frozen(eq=False)
@@ -47,11 +45,13 @@ class NcclOptions:
         """
         own = [field.name for field in attrs.fields(cls) if field.name != "control"]
         for name, value in options.items():
-            if name not in own and name not in _CONTROL:
+            if name not in own and name not in CONTROL_OPTIONS:
                 raise UnknownOptionError(
-                    f"backend 'nccl' has no option {name!r}; it has {', '.join([*own, *_CONTROL])}"
+                    f"backend 'nccl' has no option {name!r}; it has {', '.join([*own, *CONTROL_OPTIONS])}"
                 )
             if name in ("blocking", "strict", "eager", "timing") and not isinstance(value, bool):
                 raise InvalidUsageError(f"{name} must be a bool, got {value!r} ({type(value).__name__})")
         given: dict[str, Any] = {name: value for name, value in options.items() if name in own}
-        return cls(**given, control={name: value for name, value in options.items() if name in _CONTROL})
+        return cls(
+            **given, control={name: value for name, value in options.items() if name in CONTROL_OPTIONS}
+        )
