@@ -52,6 +52,7 @@ PACKAGES_BOTTOM_UP = (
     Package("dist2.backends.plugin", "backends that packages register with torch"),
     Package("dist2.backends.socket", "the CPU data plane: shared memory and TCP"),
     Package("dist2.backends.nccl", "NCCL, with a socket group for control messages"),
+    Package("dist2.backends.mpi", "MPI, with a socket group for control messages"),
     Package("dist2.membership", "groups made from groups"),
     Package("dist2.c10d", "names and overloads by which torch's own code uses a group"),
     Package("dist2.group", "ProcessGroup, its operations, new_group, the current group"),

@@ -43,12 +43,13 @@ def new_group(
     in the same order on all ranks.
 
     Args:
-        backend: ``"socket"``, ``"nccl"``, ``"gloo"``, ``"fake"`` or a registered name; or one a device, as
-            ``"cpu:socket,cuda:nccl"``.
+        backend: ``"socket"``, ``"nccl"``, ``"mpi"``, ``"gloo"``, ``"fake"`` or a registered name; or one a
+            device, as ``"cpu:socket,cuda:nccl"``.
         timeout: Limit of each operation and of building the group: a `timedelta` or seconds. Default:
             ``DIST2_TIMEOUT`` or 30 minutes.
         device: Where the group's tensors live by default.
-        init_method: Where ranks meet: ``env://`` (the default), ``tcp://host:port``, ``file:///path``.
+        init_method: Where ranks meet: ``env://``, ``tcp://host:port``, ``file:///path`` or ``mpi://``. The
+            default is ``mpi://`` for backend ``"mpi"``, else ``env://``.
         store: Meet here instead; then ``rank`` and ``world_size`` are required. Ranks may be threads of one
             process: each calls this with its rank, and may share the store object.
         rank: The caller's rank; by default from the URL or the environment.
@@ -87,6 +88,8 @@ def new_group(
     alone = not getattr(factory, "has_peers", True)  # its other ranks do not exist
     if alone and store is None and rank is not None and world_size is not None:
         store = HashStore()
+    if init_method is None and store is None:
+        init_method = getattr(factory, "init_method", None)
     met = _meet(init_method, store, rank, world_size, timeout_s)
     rank, world_size = met.rank, met.world_size
     with ExitStack() as building:

@@ -53,7 +53,7 @@ class GroupInfo:
 
 def context_id(uid: str) -> int:
     """Return 64 bits that stand for a group on the wire: equal on all members, never 0."""
-    return _digest(uid)
+    return digest(uid)
 
 
 class TensorMeta(NamedTuple):
@@ -160,10 +160,10 @@ def _fingerprint(
     else:
         agreeing = [f"{meta.dtype}x{meta.numel}" for meta in metas]
     text = repr(("p2p" if kind.is_p2p else kind.value, str(reduction), root, agreeing))
-    return _digest(text)
+    return digest(text)
 
 
-def _digest(text: str) -> int:
+def digest(text: str) -> int:
     """Return 64 bits of a hash that is the same in all processes, never 0."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") or 1
 

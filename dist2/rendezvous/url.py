@@ -2,8 +2,9 @@
 
 ``env://`` reads ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, or the variables that other
 launchers set in their place (`launchers`);
-``tcp://host:port?rank=0&world_size=2`` and ``file:///path?rank=0&world_size=2`` contain them. Rank 0
-hosts the store, except under torchrun, where the agent does. ``docs/store.md`` has the lifetime of a store.
+``tcp://host:port?rank=0&world_size=2`` and ``file:///path?rank=0&world_size=2`` contain them; ``mpi://`` asks
+MPI (`mpi`). Rank 0 hosts the store, except under torchrun, where the agent does. ``docs/store.md`` has the
+lifetime of a store.
 
 If ``torch.distributed`` is initialised with the same rank and size, ``env://`` uses the store of its default
 group, which all ranks have already. If dist2 came first, torch joins its server, which is torch's own
@@ -33,7 +34,7 @@ from dist2.errors import (
     StoreError,
     StoreTimeoutError,
 )
-from dist2.rendezvous import launchers
+from dist2.rendezvous import launchers, mpi
 from dist2.rendezvous.liveness import LivenessMonitor
 from dist2.rendezvous.session import Endpoint, met_at, session_of, tell_from_thread
 from dist2.runtime.arguments import as_int, check_store
@@ -239,6 +240,8 @@ class _Request:
     def _number(self, name: str) -> tuple[int, str]:
         """Return a number and its source: the argument, the URL, or the environment."""
         given = self.given[name]
+        if self.parts.scheme == "mpi":
+            return self._number_in_mpi(name)
         if name in self.query:
             value = self.integer(self.query[name], f"{name} in the url")
             if given is not None and given != value:
@@ -249,6 +252,15 @@ class _Request:
         if self.parts.scheme == "env":
             return self.variable_integer(name.upper()), f"environment variable {name.upper()}"
         raise self.wrong(f"{name.replace('_', ' ')} parameter missing")
+
+    def _number_in_mpi(self, name: str) -> tuple[int, str]:
+        value = mpi.world()[name]
+        told = (
+            self.integer(self.query[name], f"{name} in the url") if name in self.query else self.given[name]
+        )
+        if told is not None and told != value:
+            raise self.wrong(f"{name} is {value} in the MPI job and given as {told}")
+        return value, f"{name} in the MPI job"
 
     def variable(self, name: str) -> str:
         """Return an environment variable that must be set."""
@@ -361,6 +373,7 @@ _ENDPOINTS: dict[str, Callable[[_Request], Endpoint]] = {
     "env": _env_endpoint,
     "tcp": _tcp_endpoint,
     "file": _file_endpoint,
+    "mpi": lambda request: mpi.MpiEndpoint(request.label),
 }
 
 

@@ -10,7 +10,7 @@ operations.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import monotonic_ns
 
 from dist2.backends.socket.messenger import Messenger
@@ -139,6 +139,31 @@ class Outside:
                 probe_ns = now + pause_ns
             next_ns = min(2 * next_ns, look_ns)
 
+    def gather(self, content: bytes, number: int, deadline_ns: int) -> list[bytes]:
+        """Return the data of all ranks, of equal length: small, and before the group has operations.
+
+        Args:
+            content: This rank's data.
+            number: Distinguishes this and the next number from other calls of the group.
+            deadline_ns: When to give up.
+
+        Raises:
+            OperationTimeoutError, PeerLostError, GroupAbortedError: As `wait`.
+        """
+        endpoint, size = self._endpoint, len(content)
+        everything = bytearray(size * endpoint.world_size) if endpoint.rank == 0 else bytearray(content)
+        view, tag = memoryview(everything), _NOTICE + 1 + number
+        if endpoint.rank == 0:
+            everything[:size] = content
+            others = range(1, endpoint.world_size)
+            parts = [endpoint.recv_tagged(r, tag, 1, view[r * size : (r + 1) * size]) for r in others]
+            self._complete(parts, deadline_ns)
+        else:
+            self._complete([endpoint.send_tagged(0, tag, 1, view)], deadline_ns)
+        root_has = bytes(everything) if endpoint.rank == 0 else None
+        found = self.share(root_has, size * endpoint.world_size, 0, number + 1, deadline_ns)
+        return [found[start : start + size] for start in range(0, len(found), size)]
+
     def share(self, content: bytes | None, nbytes: int, root: int, number: int, deadline_ns: int) -> bytes:
         """Return the root's data: small, and before the group has operations.
 
@@ -160,9 +185,12 @@ class Outside:
             transfers = [endpoint.send_tagged(rank, tag, 1, memoryview(buffer)) for rank in others]
         else:
             transfers = [endpoint.recv_tagged(root, tag, 1, memoryview(buffer))]
-        try:
-            endpoint.wait(transfers, deadline_ns)
-        except Dist2Error:
-            endpoint.cancel(transfers)
-            raise
+        self._complete(transfers, deadline_ns)
         return bytes(buffer)
+
+    def _complete(self, transfers: Sequence[Transfer], deadline_ns: int) -> None:
+        try:
+            self._endpoint.wait(transfers, deadline_ns)
+        except Dist2Error:
+            self._endpoint.cancel(transfers)
+            raise
