@@ -109,12 +109,14 @@ def how_to_launch(program: str) -> str:
     if found is not None:
         return (
             f"{found.launcher} has started this process as rank {found.rank} of {found.world_size} on "
-            f"several hosts and does not tell where rank 0 is: set MASTER_ADDR and MASTER_PORT on all ranks"
+            f"several hosts and does not tell where rank 0 is: set MASTER_ADDR and MASTER_PORT on all ranks, "
+            f"or let MPI tell it by init_method='mpi://' (pip install 'dist2[mpi]')"
         )
     if environment_value("PMIX_RANK"):
         return (
             "PMIx tells the rank and neither the number of ranks nor a place to meet: set WORLD_SIZE, "
-            "MASTER_ADDR and MASTER_PORT on all ranks"
+            "MASTER_ADDR and MASTER_PORT on all ranks, or let MPI tell them by init_method='mpi://' "
+            "(pip install 'dist2[mpi]')"
         )
     return (
         f"start the program with a launcher, `python -m dist2.run -n 4 {script}`, "
