@@ -278,7 +278,7 @@ def test_a_rank_that_is_ahead_is_told_with_the_others(
 # Messages
 
 
-def _other_message(pg: ProcessGroup, numel: int, receives: str) -> Seen:
+def _other_message(pg: ProcessGroup, numel: int, receives: str, async_op: bool) -> Seen:
     pg.barrier()
     target = {
         "longer": torch.ones(numel + 1),
@@ -287,9 +287,11 @@ def _other_message(pg: ProcessGroup, numel: int, receives: str) -> Seen:
         "integers": torch.ones(numel, dtype=torch.int32),
     }
     if pg.rank() == 0:
-        return _told(pg, lambda: pg.send(torch.ones(numel), 1))
+        message = torch.ones(numel)
+        return _told(pg, lambda: pg.isend(message, 1).wait() if async_op else pg.send(message, 1))
     if pg.rank() == 1:
-        return _told(pg, lambda: pg.recv(target[receives], 0))
+        received = target[receives]
+        return _told(pg, lambda: pg.irecv(received, 0).wait() if async_op else pg.recv(received, 0))
     return _told(pg, lambda: None)
 
 
@@ -299,7 +301,20 @@ def _other_message(pg: ProcessGroup, numel: int, receives: str) -> Seen:
 def test_a_message_of_another_size_or_dtype_is_told_to_both_ends(
     crews: Callable[[int], Crew], receives: str, numel: int, transport: str
 ) -> None:
-    results = crews(3).run(_other_message, numel, receives, transport=transport)
+    results = crews(3).run(_other_message, numel, receives, False, transport=transport)
+    _check_message(results, numel)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("numel", [SMALL, MIDDLE, LARGE // 4])
+def test_also_if_the_message_is_asynchronous(
+    crews: Callable[[int], Crew], numel: int, transport: str
+) -> None:
+    results = crews(3).run(_other_message, numel, "integers", True, transport=transport)
+    _check_message(results, numel)
+
+
+def _check_message(results: list[Seen], numel: int) -> None:
     _told_in_time(results)
     for rank, (message, actual, calls, _) in enumerate(results):
         assert f"send(float32[{numel}], peer=1" in message, (rank, message)

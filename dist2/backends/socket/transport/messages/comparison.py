@@ -14,11 +14,12 @@ from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.linkage import Linkage
 from dist2.backends.socket.transport.messages.calls import Called
 from dist2.backends.socket.transport.messages.courier import Courier
+from dist2.backends.socket.transport.messages.explaining import explained
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.backends.socket.transport.messages.transfer import Receiving
 from dist2.backends.socket.wire import TAGGED, TEXT_BYTES, Header, Kind
-from dist2.errors import MismatchError, PeerLostError
+from dist2.errors import PeerLostError
 from dist2.operation.description import MAX_BYTES, Call
 
 PUT_OFF_NS = 100_000_000
@@ -102,7 +103,8 @@ class Comparison:
         if mailbox.fault is not None:
             return
         called = mailbox.calls.mine = mailbox.calls.describe(seq, mine)
-        mailbox.fault = MismatchError("ranks called different operations", expected=called.text)
+        # Asynchronous messages fail with it as it is: only a thread that waits can add calls that come later.
+        mailbox.fault = explained(mailbox.calls)
         # Reported first: a withdrawn message looks to others like one of a rank that gave up by itself.
         self._tell_mismatch(mailbox, called, seq is None, theirs)
         self._outcomes.fail(mailbox, mailbox.fault)
@@ -167,7 +169,7 @@ class Comparison:
         mailbox.calls.put_off_ns = 0
         if mailbox.fault is None:
             mailbox.calls.mine = mailbox.calls.describe(None, 0)
-            self._outcomes.fail(mailbox, MismatchError("ranks called different operations"))
+            self._outcomes.fail(mailbox, explained(mailbox.calls))
 
     # Introductions
 
