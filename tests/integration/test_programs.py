@@ -7,8 +7,10 @@ import sys
 
 import pytest
 from support.programs import ROOT, run
+from support.torch_features import has
 
-PROGRAMS = sorted(path for path in (ROOT / "examples" / "training").glob("*.py") if path.name != "job.py")
+APART = ["job.py"] if has("pipelines") else ["job.py", "pipeline.py"]  # which fails on both backends then
+PROGRAMS = sorted(path for path in (ROOT / "examples" / "training").glob("*.py") if path.name not in APART)
 
 
 @pytest.mark.slow
@@ -19,7 +21,8 @@ def test_programs_on_both_backends() -> None:
     ended = run(command, timeout_s=110, variables={"PYTHONPATH": f"{ROOT}/tests:{ROOT}"})
     assert ended.code == 0, ended
     found = json.loads(ended.output)
-    assert len(found) == 2 * len(PROGRAMS) >= 12
+    assert len(found) == 2 * len(PROGRAMS)
+    assert len(PROGRAMS) + len(APART) >= 7
     for name, (codes, told, took_s) in found.items():
         print(f"{name}: {took_s:.1f} s")
         assert codes == [0, 0], f"{name}: {codes}\n{told}"

@@ -52,6 +52,13 @@ _FEATURES: dict[str, tuple[str, Callable[[], bool]]] = {
         "the overlap of DDP and ZeroRedundancyOptimizer for backends other than NCCL",
         lambda: "to avoid hangs" not in _source("torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook"),
     ),
+    "pipelines": (
+        "pipelines whose first messages are received with the dtype that they are sent with",
+        lambda: (
+            "torch.tensor(self.stage_index, device=self.device)"
+            not in _source("torch.distributed.pipelining.stage")
+        ),
+    ),
     "gloo_alltoall": ("all_to_all by Gloo", lambda: _is_since(2, 12)),
     "analyser": (
         "an analyser of flight recorders that reads dumps of Gloo",
