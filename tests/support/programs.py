@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,18 +19,23 @@ LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "M
 STOP_S = 10.0
 
 
+def _without_gloo(output: str) -> str:
+    """Return an output without the lines on stdout by which Gloo of older torch reports connections."""
+    return re.sub(r"^\[Gloo\] Rank .*\n", "", output, flags=re.MULTILINE)
+
+
 @attrs.frozen
 class Ended:
     """A program that ended.
 
     Attributes:
         code: Its exit code.
-        output: Its output on stdout.
+        output: Its output on stdout, without Gloo's.
         errors: Its output on stderr.
     """
 
     code: int
-    output: str
+    output: str = attrs.field(converter=_without_gloo)
     errors: str
 
     def __str__(self) -> str:
