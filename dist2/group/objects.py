@@ -36,9 +36,9 @@ class ObjectCollectives(Collectives, PointToPoint):
         """Return the objects of all ranks, by rank, on all ranks.
 
         Args:
-            obj: None, bool, int, float, complex, str, bytes, list, tuple, set, dict, datetime, dense CPU
-                tensor, numpy scalar, array of numbers or times, and containers of these; with
-                ``allow_pickle`` any object that can be pickled.
+            obj: None, bool, int, float, complex, str, bytes, list, tuple, set, dict, datetime, path,
+                namespace, device, dense CPU tensor, numpy scalar, array of numbers or times, and containers
+                of these; with ``allow_pickle`` any object that can be pickled.
             allow_pickle: Pickle and unpickle other objects.
             timeout: Limit of each of the two steps.
 

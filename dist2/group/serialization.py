@@ -1,7 +1,8 @@
 """Objects as bytes, safely: decoding can only make plain data and tensors.
 
 MessagePack carries None, bool, int, float, str, bytes, list and dict; the other types travel as extensions:
-tuples, sets, big integers, complex numbers, times, dense CPU tensors, and numpy's scalars, arrays and dtypes.
+tuples, sets, big integers, complex numbers, times, paths, argparse's namespaces, the dicts of `collections`,
+dense CPU tensors, devices, and numpy's scalars, arrays and dtypes.
 Decoding runs nothing that the bytes name. Objects of other types travel pickled, where both sides allow it.
 The first byte tells plain data from pickled, and from a refusal: the sender could not encode its object.
 
@@ -14,15 +15,18 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import pickle
 import re
 import struct
 import sys
-from collections import OrderedDict
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from importlib import import_module
+from pathlib import PosixPath
 from typing import Any
 
 import attrs
@@ -229,6 +233,42 @@ def _load_dtype(name: object) -> torch.dtype:
     return DTYPES[name]
 
 
+# Dicts, namespaces and devices
+
+_FACTORIES = {each.__name__: each for each in (bool, int, float, complex, str, bytes, list, tuple, set, dict)}
+"""The ``default_factory`` that may travel, by name: types that make an empty value."""
+
+
+def _dump_pairs(mapping: dict[Any, Any]) -> list[Any]:
+    return [list(pair) for pair in mapping.items()]
+
+
+def _dump_default_dict(mapping: defaultdict[Any, Any]) -> list[Any]:
+    factory: Any = mapping.default_factory
+    if factory is not None and factory not in _FACTORIES.values():
+        raise TypeError(f"a defaultdict of {factory!r}")
+    return [factory and factory.__name__, _dump_pairs(mapping)]
+
+
+def _load_default_dict(items: list[Any]) -> defaultdict[Any, Any]:
+    name, pairs = items
+    if name is not None and name not in _FACTORIES:
+        raise ValueError(f"no default_factory that travels: {str(name)[:_SHOWN]!r}")
+    return defaultdict(name and _FACTORIES[name], pairs)
+
+
+def _load_namespace(items: list[Any]) -> Namespace:
+    (attributes,) = items
+    return Namespace(**attributes)
+
+
+def _load_device(data: bytes) -> torch.device:
+    try:
+        return torch.device(data.decode())
+    except RuntimeError as error:
+        raise ValueError(f"no device: {data[:_SHOWN]!r}") from error
+
+
 # numpy's scalars, arrays and dtypes
 
 _UNIT = r"(?:[1-9][0-9]{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)"
@@ -324,7 +364,7 @@ _BY_TYPE: dict[type, _Extension] = {
     tuple: _Extension(1, list, tuple),
     set: _Extension(2, list, set),
     frozenset: _Extension(3, list, frozenset),
-    OrderedDict: _Extension(4, lambda obj: [list(pair) for pair in obj.items()], OrderedDict),
+    OrderedDict: _Extension(4, _dump_pairs, OrderedDict),
     torch.Size: _Extension(5, list, torch.Size),
     torch.dtype: _Extension(
         6, lambda obj: [str(obj).removeprefix("torch.")], lambda items: _load_dtype(*items)
@@ -332,6 +372,9 @@ _BY_TYPE: dict[type, _Extension] = {
     timedelta: _Extension(
         7, lambda obj: [obj.days, obj.seconds, obj.microseconds], lambda items: timedelta(*items)
     ),
+    defaultdict: _Extension(9, _dump_default_dict, _load_default_dict),
+    Counter: _Extension(10, _dump_pairs, lambda items: Counter(dict(items))),
+    Namespace: _Extension(11, lambda obj: [vars(obj)], _load_namespace),
     int: _Extension(16, _dump_integer, _load_integer),
     complex: _Extension(
         17,
@@ -341,6 +384,8 @@ _BY_TYPE: dict[type, _Extension] = {
     datetime: _Extension(
         18, lambda obj: obj.isoformat().encode(), lambda data: datetime.fromisoformat(data.decode())
     ),
+    torch.device: _Extension(19, lambda obj: str(obj).encode(), _load_device),
+    PosixPath: _Extension(20, os.fsencode, lambda data: PosixPath(os.fsdecode(data))),
 }
 _NUMPY = _Extension(8, _dump_numpy, _load_numpy)
 _BY_CODE = {extension.code: extension for extension in (*_BY_TYPE.values(), _NUMPY)}
@@ -375,6 +420,8 @@ def _culprit(obj: object) -> tuple[str, str]:
 def _children(obj: object) -> Iterator[tuple[str, object]]:
     if type(obj) in (list, tuple, set, frozenset):  # which does not narrow the type for mypy
         yield from ((f"[{index}]", child) for index, child in enumerate(obj))  # type: ignore[arg-type, var-annotated]  # a list or tuple
-    elif isinstance(obj, dict) and type(obj) in (dict, OrderedDict):
+    elif isinstance(obj, dict) and type(obj) in (dict, OrderedDict, defaultdict, Counter):
         yield from ((f"[{key!r}]", child) for key, child in obj.items())
         yield from ((f" key {key!r}", key) for key in obj)
+    elif type(obj) is Namespace:
+        yield from ((f".{name}", child) for name, child in vars(obj).items())

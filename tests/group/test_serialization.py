@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import pickle
 import struct
-from collections import OrderedDict, namedtuple
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -63,6 +65,23 @@ def test_plain_data_comes_back_as_it_was(obj: Any) -> None:
     assert same(decode(encode(obj)), obj)
 
 
+@pytest.mark.parametrize(
+    "obj",
+    [
+        Namespace(lr=0.1, device=torch.device("cuda", 3), out=Path("runs/1"), nested=Namespace()),
+        Path("/data/\udcff"),  # a name that is not UTF-8
+        Counter({"hits": 3, "rate": 0.5}),
+        defaultdict(list, {"loss": [1.0, torch.ones(2).shape]}),
+        defaultdict(None, {1: 2}),
+    ],
+    ids=lambda obj: type(obj).__name__,
+)
+def test_what_training_scripts_share_comes_back_as_it_was(obj: Any) -> None:
+    found = decode(encode(obj))
+    assert same(found, obj)
+    assert getattr(found, "default_factory", None) is getattr(obj, "default_factory", None)
+
+
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 @pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)], ids=str)
 def test_tensors_come_back_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -109,6 +128,10 @@ for _ in range(MAX_DEPTH + 1):
     [
         ({"a": [1, Custom()]}, r"obj\['a'\]\[1\] cannot travel safely: type Custom"),
         ({Custom: 1}, r"obj key <class .*Custom'> cannot"),
+        (Namespace(a=[Custom()]), r"obj\.a\[0\] cannot travel safely: type Custom"),
+        (Counter({Custom: 1}), r"obj key <class .*Custom'> cannot"),
+        ([defaultdict(Custom)], r"obj\[0\] cannot travel safely: a defaultdict of .*Custom"),
+        (defaultdict(list, a=Custom()), r"obj\['a'\] cannot travel safely: type Custom"),
         ((1, {2: {Point(3)}}), r"obj\[1\]\[2\]\[0\] cannot travel safely: type Point"),
         (torch.ones(2).to_sparse(), "obj cannot travel safely: a tensor that is torch.sparse_coo"),
         ([torch.ones(2, device="meta")], r"obj\[0\] cannot travel safely: a tensor .* on meta"),
@@ -197,6 +220,12 @@ def nested(levels: int) -> bytes:
         extension(0, []),
         extension(6, ["no_such_type"]),
         extension(7, [2**60, 0, 0]),
+        extension(9, ["eval", []]),
+        extension(9, [["list"], []]),
+        extension(9, ["list", [[1]]]),
+        extension(11, [["a"]]),
+        extension(11, [{1: 2}]),
+        bytes([PLAIN]) + msgpack.packb(msgpack.ExtType(19, b"no device")),
     ],
     ids=lambda data: data[:12].hex() or "nothing",
 )
