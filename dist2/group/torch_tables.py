@@ -118,6 +118,14 @@ class TorchDefaultGroup:
             self._beside.remove(pg)
             _leave(pg)
 
+    def destroy(self, group: object) -> bool:
+        """Destroy a group if torch has made it meanwhile, of any backend; return whether it has."""
+        known = distributed_c10d._world.pg_map
+        if self.is_destroyed or group in (self._pg, *self._beside) or group not in known:
+            return False
+        distributed_c10d.destroy_process_group(group)
+        return True
+
     def leave(self) -> None:
         """Remove the entries, and close the groups that torch has made meanwhile.
 

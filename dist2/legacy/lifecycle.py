@@ -198,12 +198,16 @@ def options_of(pg_options: Any | None, backend: str = "") -> Mapping[str, Any]:
 def destroy_process_group(group: Group = None) -> None:
     """Shut a group down; without ``group``, all of them, and forget `init_process_group`.
 
+    Groups that torch has made under the default group, for a mesh for example, are torch's to destroy.
+
     Raises:
-        InvalidUsageError: There is no default group, or the global API did not make this one.
+        InvalidUsageError: There is no default group, or neither the global API nor torch made this one.
     """
     if is_outside(group):
         return
     here = worlds.here()
+    if group is not None and here.in_torch is not None and here.in_torch.destroy(group):
+        return
     if group is None and here.default is None:
         raise InvalidUsageError("Default process group has not been initialized: nothing to destroy")
     pg = group_ranks(group).pg if group is not None else here.default

@@ -84,6 +84,17 @@ def test_groups_made_on_either_side_are_known_to_the_other() -> None:
     assert own.is_closed
 
 
+@pytest.mark.parametrize("backend", [None, "gloo"])
+def test_a_group_that_torch_made_can_be_destroyed(backend: str | None) -> None:
+    begin()
+    made = theirs.new_group([0], backend=backend)
+    ours.destroy_process_group(made)
+    assert made not in distributed_c10d._world.pg_map
+    with pytest.raises(InvalidUsageError, match="process group"):
+        ours.destroy_process_group(made)
+    assert ours.is_initialized()
+
+
 def test_options_of_a_group_that_torch_makes() -> None:
     begin()
     made = theirs.new_group([0], pg_options={"transport": "inproc"})
