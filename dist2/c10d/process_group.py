@@ -100,7 +100,12 @@ class C10dApi(GroupParts):
         return self._runner.queue.seq
 
     def _get_backend_name(self) -> str:
-        return self.info.backend
+        """Return ``"gloo"`` where only CPU tensors are taken, otherwise the name of the backend.
+
+        torch's Python code compares the result with ``"gloo"`` alone, to place tensors: any other name stands
+        for the current CUDA device.
+        """
+        return "gloo" if self._runner.backend.device_types == ("cpu",) else self.info.backend
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's C++ has this name
         """Return the name of the backend, for torch's C++.

@@ -78,6 +78,18 @@ def fsdp1(folder: Path) -> None:
         close([each.detach() for each in net.parameters()], alone())
 
 
+def fsdp1_shards(folder: Path) -> None:
+    """Rank 1 has no part of the parameter: torch asks the group then where tensors are."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    net = FullyShardedDataParallel(nn.Linear(1, 1, bias=False), device_id=torch.device("cpu"))
+    with FullyShardedDataParallel.state_dict_type(net, StateDictType.SHARDED_STATE_DICT):
+        state = net.state_dict()
+        assert state["weight"].device == torch.device("cpu")
+        assert len(state["weight"].local_shards()) == 1 - dist.get_rank()
+        net.load_state_dict(state)
+
+
 def dtensor(folder: Path) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
@@ -195,6 +207,7 @@ PARTS = (
     ddp_on_a_mesh,
     fsdp2,
     fsdp1,
+    fsdp1_shards,
     dtensor,
     tensor_parallel,
     pipeline,
