@@ -102,8 +102,8 @@ class C10dApi(GroupParts):
     def _get_backend_name(self) -> str:
         """Return ``"gloo"`` where only CPU tensors are taken, otherwise the name of the backend.
 
-        torch's Python code compares the result with ``"gloo"`` alone, to place tensors: any other name stands
-        for the current CUDA device.
+        torch's Python code compares the result with ``"gloo"`` alone. Any other name puts sharded tensors on
+        the current CUDA device; SyncBatchNorm gathers a list for ``"gloo"`` and one tensor otherwise.
         """
         return "gloo" if self._runner.backend.device_types == ("cpu",) else self.info.backend
 
