@@ -302,7 +302,8 @@ def as_rank(rank: object) -> int:
 
 def default_group_if_any() -> ProcessGroup | None:
     """Return the group that calls without ``group`` act on, or None."""
-    return current_process_group() or worlds.here().default
+    here = worlds.here()
+    return current_process_group() or (None if here.is_over else here.default)
 
 
 def default_group() -> ProcessGroup:
@@ -312,7 +313,7 @@ def default_group() -> ProcessGroup:
         InvalidUsageError: There is none.
     """
     pg = default_group_if_any()
-    if pg is None and worlds.open():
+    if pg is None and not all(each.is_over for each in worlds.open()):
         raise InvalidUsageError(
             "the ranks of this process are threads, and this thread is none of them: give `group`, or enter "
             "a group with dist2.process_group"

@@ -110,6 +110,9 @@ def test_torch_may_destroy_it() -> None:
     ours.new_group([0])
     theirs.destroy_process_group()
     assert not ours.is_initialized()
+    for call in (ours.get_rank, ours.get_world_size, ours.barrier):
+        with pytest.raises(ValueError, match="Default process group has not been initialized"):
+            call()
     begin()
     theirs.destroy_process_group()
     ours.destroy_process_group()
