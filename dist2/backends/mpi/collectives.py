@@ -56,7 +56,7 @@ class Collectives(Controlled):
     def __init__(self, spec: GroupSpec, control: SocketBackend, link: Communicator) -> None:
         super().__init__(spec, control)
         self.link = link
-        self._mpi = link.mpi
+        self._mpi, self._comm = link.mpi, link.comm
 
     def plan_collective(self, signature: Signature) -> Execute:
         """Return a callable that runs collectives of a signature.
@@ -67,57 +67,66 @@ class Collectives(Controlled):
         if signature.reduction is not None:
             for meta in signature.inputs:
                 carrier_of(meta.dtype, signature.reduction, signature.kind.value, "mpi")
-        move: Execute = getattr(self, signature.kind.value)
-        link, outside, fingerprint = self.link, self.control.outside, _agreed(signature)
+        method: Execute = getattr(self, signature.kind.value)
+        outside = self.control.outside
 
         def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
             outside.begin(operation)
-            if self.world_size > 1:
-                link.agree(operation, fingerprint)
-            try:
-                move(operation, inputs, outputs)
-            except self._mpi.Exception as error:
-                raise failure(self._mpi, error, operation.describe()) from error
+            method(operation, inputs, outputs)
             outside.ended(operation)
 
         return execute
+
+    def _call(self, operation: Operation, function: Callable[..., object], *arguments: object) -> None:
+        """Call a blocking function of MPI once all ranks are about to: nothing may fail in between.
+
+        Raises:
+            Dist2Error: As `Communicator.agree`; or MPI failed.
+        """
+        if self.world_size > 1:
+            self.link.agree(operation, _agreed(operation.signature))
+        try:
+            function(*arguments)
+        except self._mpi.Exception as error:
+            raise failure(self._mpi, error, operation.describe()) from error
 
     # Moving
 
     def broadcast(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         landing = Landing(outputs[0], loaded=True)
-        self.link.comm.Bcast(self._memory(landing.bytes), operation.signature.root)
+        self._call(operation, self._comm.Bcast, self._memory(landing.bytes), operation.signature.root)
         landing.land()
 
     def all_gather(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         mine = as_bytes(inputs[0])
         everyone = mine.new_empty(self.world_size * mine.numel())
-        self.link.comm.Allgather(self._memory(mine), self._memory(everyone))
+        self._call(operation, self._comm.Allgather, self._memory(mine), self._memory(everyone))
         _land(everyone, outputs)
 
     def all_gather_single(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         landing, mine = Landing(outputs[0]), as_bytes(inputs[0])
         landing.bytes[self.rank * mine.numel() :][: mine.numel()].copy_(mine)  # where it may lie already
-        self.link.comm.Allgather(self._mpi.IN_PLACE, self._memory(landing.bytes))
+        self._call(operation, self._comm.Allgather, self._mpi.IN_PLACE, self._memory(landing.bytes))
         landing.land()
 
     def all_gather_v(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         mine, counts = as_bytes(inputs[0]), list(map(_nbytes, outputs))
         everyone = mine.new_empty(sum(counts))
-        self.link.comm.Allgatherv(self._memory(mine), self._parts(everyone, counts))
+        self._call(operation, self._comm.Allgatherv, self._memory(mine), self._parts(everyone, counts))
         _land(everyone, outputs)
 
     def gather(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         mine, root = as_bytes(inputs[0]), operation.signature.root
         everyone = mine.new_empty(len(outputs) * mine.numel())
         received = self._memory(everyone) if outputs else None
-        self.link.comm.Gather(self._memory(mine), received, root)
+        self._call(operation, self._comm.Gather, self._memory(mine), received, root)
         _land(everyone, outputs)
 
     def scatter(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         landing = Landing(outputs[0])
         sent = self._memory(torch.cat([as_bytes(each) for each in inputs])) if inputs else None
-        self.link.comm.Scatter(sent, self._memory(landing.bytes), operation.signature.root)
+        root = operation.signature.root
+        self._call(operation, self._comm.Scatter, sent, self._memory(landing.bytes), root)
         landing.land()
 
     def all_to_all(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
@@ -146,40 +155,41 @@ class Collectives(Controlled):
         """Send consecutive parts of bytes to each rank, and receive such parts.
 
         Raises:
-            MismatchError: A rank sends another number of bytes than this one receives; it moves them all the
-                same, as the other ranks wait for that.
+            MismatchError: A rank sends another number of bytes than this one receives. Nothing has moved, and
+                the control group tells the other ranks, which wait for this one to agree.
         """
-        comm, coming = self.link.comm, array("q", counts)
-        comm.Alltoall([array("q", sizes), self._mpi.INT64_T], [coming, self._mpi.INT64_T])
+        coming, kind = array("q", counts), self._mpi.INT64_T
+        self._call(operation, self._comm.Alltoall, [array("q", sizes), kind], [coming, kind])
         wrong = {rank: size for rank, size in enumerate(coming) if size != counts[rank]}
-        landing = received if not wrong else received.new_empty(sum(coming))
-        comm.Alltoallv(self._parts(_apart(sent, landing), sizes), self._parts(landing, coming))
         if wrong:
             parts = ", ".join(
-                f"rank {rank} sent {size} and not {counts[rank]}" for rank, size in wrong.items()
+                f"rank {rank} sends {size} and not {counts[rank]}" for rank, size in wrong.items()
             )
             raise MismatchError(
                 f"{operation.describe()}: numbers of bytes differ from those that this rank "
                 f"(rank {self.rank}) receives: {parts}",
                 expected=f"{list(counts)} bytes by rank",
-                actual={rank: f"sent {size} bytes" for rank, size in wrong.items()},
+                actual={rank: f"sends {size} bytes" for rank, size in wrong.items()},
             )
+        sent = _apart(sent, received)
+        self._call(operation, self._comm.Alltoallv, self._parts(sent, sizes), self._parts(received, counts))
 
     def barrier(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
-        """Return: the agreement was one."""
+        """Return once all ranks have agreed."""
+        self._call(operation, lambda: None)
 
     # Reducing
 
     def all_reduce(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         landing = Landing(outputs[0], loaded=True)
-        self._combine(operation, landing.flat, landing.flat, self.link.comm.Allreduce)
+        self._combine(operation, landing.flat, landing.flat, self._comm.Allreduce)
         landing.land()
 
     def reduce(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
-        comm, root = self.link.comm, operation.signature.root
+        root = operation.signature.root
 
         def move(sent: Any, received: Any, op: Any) -> None:
-            comm.Reduce(sent, received if outputs else None, op, root)
+            self._comm.Reduce(sent, received, op, root)
 
         if outputs:
             landing = Landing(outputs[0], loaded=True)
@@ -202,7 +212,7 @@ class Collectives(Controlled):
         counts = [numbers * each.numel() for each in parts]
 
         def move(sent: Any, received: Any, op: Any) -> None:
-            self.link.comm.Reduce_scatter(sent, received, counts, op)
+            self._comm.Reduce_scatter(sent, received, counts, op)
 
         self._combine(operation, _apart(flat, landing.flat), landing.flat, move)
         landing.land()
@@ -232,10 +242,11 @@ class Collectives(Controlled):
             flat = flat * reduction.factor
         carried, op = carrier.load(flat), getattr(self._mpi, _REDUCTIONS[carrier.kind])
         if result is None:
-            move(self._typed(carried), None, op)
+            self._call(operation, move, self._typed(carried), None, op)
             return
         landed = carried if result is flat else carrier.load(result)
-        move(self._mpi.IN_PLACE if result is flat else self._typed(carried), self._typed(landed), op)
+        sent = self._mpi.IN_PLACE if result is flat else self._typed(carried)
+        self._call(operation, move, sent, self._typed(landed), op)
         finish(carrier, landed, result, reduction, self.world_size)
 
     # Memory. mpi4py reads a tensor's address by DLPack, and keeps the tensor as long as MPI uses it.

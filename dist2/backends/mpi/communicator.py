@@ -104,7 +104,7 @@ class Communicator:
         self._finish(all_reduce, operation)
         if extremes[0] != ~extremes[1]:
             raise self._difference(operation, signed)
-        if operation.signature.kind is not OpKind.BARRIER:  # after which nothing blocks
+        if operation.signature.kind is not OpKind.BARRIER:  # then no call follows that could block
             self._finish(self.comm.Ibarrier(), operation, _COMMIT_NS)
 
     def _finish(self, request: Any, operation: Operation, grace_ns: int = 0) -> None:

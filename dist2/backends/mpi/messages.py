@@ -171,7 +171,7 @@ class Messages(Collectives):
 
     def send(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Message | None:
         signature, content = operation.signature, as_bytes(inputs[0])
-        request = self.link.comm.Isend(self._memory(content), signature.peer, signature.tag)
+        request = self._comm.Isend(self._memory(content), signature.peer, signature.tag)
         return self._started(Message(self.link, operation, request, content))
 
     def recv(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Message | None:
@@ -183,7 +183,7 @@ class Messages(Collectives):
             operation.source = source
             landing.land()
 
-        request = self.link.comm.Irecv(self._memory(content), source, signature.tag)
+        request = self._comm.Irecv(self._memory(content), source, signature.tag)
         return self._started(Message(self.link, operation, request, content, land))
 
     def _started(self, message: Message) -> Message | None:
