@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from array import array
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,8 +16,10 @@ import attrs
 
 from dist2.errors import RendezvousError, RendezvousTimeoutError
 from dist2.rendezvous import launchers
+from dist2.runtime.config import Config
 from dist2.runtime.deadline import Deadline
 from dist2.runtime.mpi_library import give_up, load
+from dist2.store.address import local_address_towards
 from dist2.store.base import Store
 from dist2.store.tcp import TCPStore
 
@@ -33,7 +35,7 @@ class _Place:
     """Where rank 0 serves.
 
     Attributes:
-        host: Name or address.
+        host: Its address.
         port: Its port.
         reservation: At rank 0: a socket that is bound there, so that no other program gets the port.
     """
@@ -101,12 +103,32 @@ def _exchange(mpi: Any, deadline: Deadline) -> _Place:
     own = mpi.Get_processor_name().encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
     names = bytearray(_NAME_BYTES * comm.Get_size())
     _complete(comm.Iallgather(own, names), deadline, comm.Get_size())
-    is_one_host = names == own * comm.Get_size()
-    host = "127.0.0.1" if is_one_host else names[:_NAME_BYTES].rstrip(b"\0").decode()
-    reservation = _reserved(host) if comm.Get_rank() == 0 else None
-    port = array("i", [reservation.getsockname()[1] if reservation is not None else 0])
-    _complete(comm.Ibcast([port, mpi.INT], 0), deadline, comm.Get_size())
-    return _Place(host, port[0], reservation)
+    reservation, place = None, bytearray(_NAME_BYTES)
+    if comm.Get_rank() == 0:
+        reservation = _reserved(_host([each.rstrip(b"\0").decode() for each in _parts(names)]))
+        host, port = reservation.getsockname()[:2]
+        place[:] = f"{port} {host}".encode().ljust(_NAME_BYTES, b"\0")
+    _complete(comm.Ibcast(place, 0), deadline, comm.Get_size())
+    port, host = place.rstrip(b"\0").decode().split()
+    return _Place(host, int(port), reservation)
+
+
+def _parts(names: bytearray) -> Iterator[bytearray]:
+    return (names[start : start + _NAME_BYTES] for start in range(0, len(names), _NAME_BYTES))
+
+
+def _host(names: Sequence[str]) -> str:
+    """Return the name or address at which rank 0 serves.
+
+    Its own name may stand for a loopback address there, as in Debian's ``/etc/hosts``.
+
+    Args:
+        names: The names of all ranks' hosts.
+    """
+    others = [name for name in names if name != names[0]]
+    if not others:
+        return "127.0.0.1"
+    return Config.from_environment().host or local_address_towards(others[0]) or names[0]
 
 
 def _reserved(host: str) -> socket.socket:

@@ -25,6 +25,17 @@ SocketAddress = tuple[str, int] | tuple[str, int, int, int]
 Resolved = tuple[socket.AddressFamily, SocketAddress]
 
 
+def local_address_towards(host: str) -> str | None:
+    """Return the address by which another host reaches this one; None if it is not known."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # of a datagram socket: nothing is sent
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
 @attrs.frozen
 class Address:
     """Where a store is: a name or literal address, and a port."""

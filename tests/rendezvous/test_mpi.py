@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from typing import Any
 
 import attrs
 import pytest
@@ -32,15 +31,12 @@ class Job:
     Attributes:
         hosts: The name of each process's host.
         rank: This process.
-        port: The port that rank 0 tells.
         is_complete: Whether all processes have called.
     """
 
     hosts: list[str]
     rank: int
-    port: int = 4711
     is_complete: bool = True
-    INT = "int"
 
     @property
     def COMM_WORLD(self) -> Job:  # noqa: N802 - MPI's name
@@ -60,31 +56,47 @@ class Job:
         names[:] = b"".join(host.encode().ljust(NAME_BYTES, b"\0") for host in self.hosts)
         return Request(self.is_complete)
 
-    def Ibcast(self, content: list[Any], root: int) -> Request:  # noqa: N802
+    def Ibcast(self, content: bytearray, root: int) -> Request:  # noqa: N802
         assert root == 0
         if self.rank != 0:
-            content[0][0] = self.port
+            content[:] = b"4711 10.0.0.1".ljust(NAME_BYTES, b"\0")
         return Request(self.is_complete)
 
 
-def test_ranks_of_one_host_meet_on_loopback() -> None:
+def test_ranks_meet_where_rank_0_says() -> None:
     place = mpi._exchange(Job(["node1"] * 3, rank=2), Deadline.after(5))
-    assert (place.host, place.port, place.reservation) == ("127.0.0.1", 4711, None)
+    assert (place.host, place.port, place.reservation) == ("10.0.0.1", 4711, None)
 
 
-def test_ranks_of_several_hosts_meet_at_that_of_rank_0() -> None:
-    place = mpi._exchange(Job(["node1", "node2", "node2"], rank=1), Deadline.after(5))
-    assert (place.host, place.port) == ("node1", 4711)
-
-
-def test_rank_0_keeps_its_port_for_the_server() -> None:
-    place = mpi._exchange(Job(["localhost", "node2"], rank=0), Deadline.after(5))
+@pytest.mark.parametrize(
+    ("hosts", "chosen", "expected"),
+    [
+        (["node1", "node1"], None, "127.0.0.1"),
+        (["node1", "127.0.0.1"], None, "127.0.0.1"),  # the address on the way to the other host
+        (["node1", "node2"], "127.0.0.2", "127.0.0.2"),
+    ],
+)
+def test_rank_0_keeps_a_port_for_the_server(
+    hosts: list[str], chosen: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if chosen is not None:
+        monkeypatch.setenv("DIST2_HOST", chosen)
+    place = mpi._exchange(Job(hosts, rank=0), Deadline.after(5))
     assert place.reservation is not None
     with place.reservation, socket.socket() as server:
-        assert place.host == "localhost"
+        assert (place.host, place.port) == place.reservation.getsockname()
+        assert place.host == expected
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind(place.reservation.getsockname())
         server.listen()
+
+
+def test_the_name_of_rank_0s_host_serves_without_a_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpi, "local_address_towards", lambda host: None)
+    place = mpi._exchange(Job(["localhost", "node2"], rank=0), Deadline.after(5))
+    assert place.reservation is not None
+    with place.reservation:
+        assert place.host == "127.0.0.1"
 
 
 def test_a_process_that_does_not_call_is_not_waited_for() -> None:

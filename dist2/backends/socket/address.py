@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
-import socket
 
 from torch.distributed import Store
 
+from dist2.store.address import local_address_towards
 from dist2.store.base import without_prefixes
 
 LOOPBACK = "127.0.0.1"
@@ -19,16 +19,8 @@ def data_host(store: Store) -> str:
     address that this rank reaches the store by.
     """
     host = _host_of(store)
-    if host is None:
-        return LOOPBACK
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # of a datagram socket: nothing is sent
-            local = str(probe.getsockname()[0])
-    except OSError:
-        return LOOPBACK
-    return LOOPBACK if ipaddress.ip_address(local).is_loopback else local
+    local = None if host is None else local_address_towards(host)
+    return LOOPBACK if local is None or ipaddress.ip_address(local).is_loopback else local
 
 
 def _host_of(store: Store) -> str | None:
