@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Callable
+from contextlib import suppress
 from time import monotonic_ns, sleep
 from typing import Any
 
@@ -78,6 +79,8 @@ class Communicator:
                 f"one mpiexec or srun: {at}{' ...' if len(places) > 4 else ''}"
             )
         members = world.Get_group().Incl(ranks)
+        with suppress(NotImplementedError, mpi.Exception):  # of libraries without ULFM
+            world.Ack_failed()  # else a process of the job that died makes the next call fail
         try:
             comm = world.Create_group(members, context_id(info.uid) % _MAX_TAG)
         except mpi.Exception as error:

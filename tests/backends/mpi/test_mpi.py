@@ -27,12 +27,19 @@ def installed(library: Peer) -> Launcher:
     return found
 
 
-def run_job(library: Peer, ranks: int, *program: str | Path) -> Ended:
-    """Run a program on ranks; the first that fails ends the others."""
+def run_job(library: Peer, ranks: int, *program: str | Path, options: tuple[str, ...] = ()) -> Ended:
+    """Run a program on ranks; the first that fails ends the others.
+
+    Args:
+        library: The MPI.
+        ranks: How many.
+        program: The program and its arguments.
+        options: Of the launcher.
+    """
     found = installed(library)
-    python = [sys.executable, "-m", "mpi4py", *program]
+    command = [*found.command, *options, "-n", str(ranks), sys.executable, "-m", "mpi4py", *program]
     variables = {**found.environment, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    return run([*found.command, "-n", str(ranks), *python], timeout_s=55, variables=variables)
+    return run(command, timeout_s=55, variables=variables)
 
 
 def run_alone(text: str, **variables: str) -> Ended:
@@ -44,6 +51,13 @@ def run_alone(text: str, **variables: str) -> Ended:
 def test_failures_and_arguments(library: Peer) -> None:
     ended = run_job(library, 2, HERE / "job.py")
     assert (ended.code, ended.output.splitlines()[-1:]) == (0, ["all passed"]), str(ended)
+
+
+def test_survivors_go_on_where_mpi_lets_them() -> None:
+    ended = run_job(
+        OPEN_MPI, 3, HERE / "survivors.py", options=("--personality", "ompi", "--with-ft", "ulfm")
+    )
+    assert ended.output.count("2 survivors, total 2.0\n") == 2, str(ended)
 
 
 CONFORMANCE = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", HERE / "conformance.py")
