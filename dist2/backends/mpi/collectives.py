@@ -22,7 +22,6 @@ from dist2.backends.socket.controlled import Controlled
 from dist2.errors import MismatchError
 from dist2.operation.kinds import OpKind, ReduceKind
 from dist2.operation.signature import Operation, Signature, digest
-from dist2.runtime.mpi_library import failure
 
 _REDUCTIONS = {
     ReduceKind.SUM: "SUM",
@@ -88,7 +87,7 @@ class Collectives(Controlled):
         try:
             function(*arguments)
         except self._mpi.Exception as error:
-            raise failure(self._mpi, error, operation.describe()) from error
+            raise self.link.failed(error, operation) from error
 
     # Moving
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Callable
-from contextlib import suppress
 from time import monotonic_ns, sleep
 from typing import Any
 
@@ -25,7 +24,14 @@ import attrs
 
 from dist2.backends.socket.outside import Outside
 from dist2.backends.socket.transport.messages.explaining import mismatch
-from dist2.errors import Dist2Error, InvalidUsageError, MismatchError, rank_names
+from dist2.errors import (
+    Dist2Error,
+    InvalidUsageError,
+    MismatchError,
+    OperationTimeoutError,
+    PeerLostError,
+    rank_names,
+)
 from dist2.operation.description import MAX_BYTES, Call
 from dist2.operation.kinds import OpKind
 from dist2.operation.signature import GroupInfo, Operation, context_id
@@ -79,10 +85,8 @@ class Communicator:
                 f"one mpiexec or srun: {at}{' ...' if len(places) > 4 else ''}"
             )
         members = world.Get_group().Incl(ranks)
-        with suppress(NotImplementedError, mpi.Exception):  # of libraries without ULFM
-            world.Ack_failed()  # else a process of the job that died makes the next call fail
         try:
-            comm = world.Create_group(members, context_id(info.uid) % _MAX_TAG)
+            comm = _created(mpi, members, context_id(info.uid))
         except mpi.Exception as error:
             raise failure(mpi, error, f"making the communicator of group {info.name!r}") from error
         finally:
@@ -114,6 +118,8 @@ class Communicator:
         """Wait for a request; where it is to be given up, only if it is not done after a grace period."""
         try:
             self.wait(request.Test, operation, operation.deadline_ns)
+        except self.mpi.Exception as error:
+            raise self.failed(error, operation) from error
         except Dist2Error:
             ends_ns = monotonic_ns() + grace_ns
             while not request.Test():
@@ -124,6 +130,18 @@ class Communicator:
         except BaseException:  # an interrupt
             give_up(request)
             raise
+
+    def failed(self, error: Exception, operation: Operation) -> Dist2Error:
+        """Return the error of an operation that failed in MPI; of a death, as the control links tell it."""
+        found = failure(self.mpi, error, operation.describe())
+        if isinstance(found, PeerLostError):
+            try:
+                self.outside.wait(lambda: False, min(operation.deadline_ns, monotonic_ns() + _COMMIT_NS))
+            except OperationTimeoutError:
+                return found
+            except Dist2Error as told:
+                return told
+        return found
 
     def _difference(self, operation: Operation, fingerprint: int) -> MismatchError:
         """Return the error that shows the calls of all ranks."""
@@ -148,21 +166,25 @@ class Communicator:
 
         Raises:
             OperationTimeoutError, PeerLostError, GroupAbortedError, GroupRevokedError: As `Outside.wait`.
-            BackendError: MPI failed.
         """
-        try:
-            for _ in range(_LOOKS):
-                if done():
-                    return
-                os.sched_yield()
-            self.outside.wait(done, until_ns, senders_of(operation), _LOOK_NS)
-        except self.mpi.Exception as error:
-            raise failure(self.mpi, error, operation.describe()) from error
+        for _ in range(_LOOKS):
+            if done():
+                return
+            os.sched_yield()
+        self.outside.wait(done, until_ns, senders_of(operation), _LOOK_NS)
 
     def free(self) -> None:
         """Free the communicator in order: nothing is under way on it, on any rank."""
         if not self.mpi.Is_finalized():
             self.comm.Free()
+
+
+def _created(mpi: Any, members: Any, context: int) -> Any:
+    """Return the communicator of a group of processes, which all call; others of the job may have died."""
+    try:
+        return mpi.Intracomm.Create_from_group(members, f"dist2-{context:x}")
+    except NotImplementedError:  # by a library of MPI 3
+        return mpi.COMM_WORLD.Create_group(members, context % _MAX_TAG)
 
 
 def senders_of(operation: Operation) -> tuple[int, ...] | None:

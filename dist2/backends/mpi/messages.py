@@ -20,7 +20,7 @@ from dist2.backends.mpi.collectives import Collectives
 from dist2.backends.mpi.communicator import Communicator, senders_of
 from dist2.backends.socket.backend import SocketBackend
 from dist2.backends.socket.outside import Outside
-from dist2.errors import Dist2Error, InvalidUsageError, MismatchError, OperationTimeoutError
+from dist2.errors import Dist2Error, InvalidUsageError, MismatchError, OperationTimeoutError, PeerLostError
 from dist2.operation.signature import Operation, Signature
 from dist2.runtime.mpi_library import failure, give_up
 from dist2.runtime.threads import Worker
@@ -107,7 +107,10 @@ class Message(Helped):
             return self._of_other_size(
                 f"more than {self._content.numel()} bytes", self.operation.signature.peer
             )
-        return failure(self._link.mpi, error, self.operation.describe())
+        found = failure(self._link.mpi, error, self.operation.describe())
+        if isinstance(found, PeerLostError):
+            found.ranks = senders_of(self.operation) or ()
+        return found
 
     def _of_other_size(self, size: str, source: int | None) -> MismatchError:
         wanted, sender = f"{self._content.numel()} bytes", "a rank" if source is None else f"rank {source}"

@@ -10,10 +10,12 @@ import os
 import re
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from support.programs import ROOT, Ended, run
 
+from dist2.backends.mpi.communicator import _created
 from dist2.cli.bench.peers import MPICH, OPEN_MPI, Launcher, Peer, launcher
 
 HERE = Path(__file__).parent
@@ -51,6 +53,14 @@ def run_alone(text: str, **variables: str) -> Ended:
 def test_failures_and_arguments(library: Peer) -> None:
     ended = run_job(library, 2, HERE / "job.py")
     assert (ended.code, ended.output.splitlines()[-1:]) == (0, ["all passed"]), str(ended)
+
+
+def test_a_library_of_mpi_3_makes_communicators_of_the_world() -> None:
+    mpi = MagicMock()
+    mpi.Intracomm.Create_from_group.side_effect = NotImplementedError
+    members = object()
+    assert _created(mpi, members, 40_000) is mpi.COMM_WORLD.Create_group.return_value
+    mpi.COMM_WORLD.Create_group.assert_called_once_with(members, 40_000 % 32767)
 
 
 def test_survivors_go_on_where_mpi_lets_them() -> None:
