@@ -148,6 +148,9 @@ class Message(Helped):
                 self.fail(error)
         except Dist2Error as error:
             self.fail(error)
+        except BaseException as error:  # an interrupt
+            self.fail(error)
+            raise
 
 
 class Messages(Collectives):
@@ -156,7 +159,7 @@ class Messages(Collectives):
     def __init__(self, spec: GroupSpec, control: SocketBackend, link: Communicator) -> None:
         super().__init__(spec, control, link)
         self._progress = Progress(spec.info.name, control.outside)
-        self._max_tag: int = link.comm.Get_attr(link.mpi.TAG_UB)
+        self._max_tag: int = link.mpi.COMM_WORLD.Get_attr(link.mpi.TAG_UB)
 
     def plan(self, signature: Signature) -> Execute:
         """Return a callable that runs operations of a signature.
@@ -174,7 +177,9 @@ class Messages(Collectives):
 
     def send(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Message | None:
         signature, content = operation.signature, as_bytes(inputs[0])
-        request = self._comm.Isend(self._memory(content), signature.peer, signature.tag)
+        request = self._post(
+            operation, self._comm.Isend, self._memory(content), signature.peer, signature.tag
+        )
         return self._started(Message(self.link, operation, request, content))
 
     def recv(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Message | None:
@@ -186,8 +191,19 @@ class Messages(Collectives):
             operation.source = source
             landing.land()
 
-        request = self._comm.Irecv(self._memory(content), source, signature.tag)
+        request = self._post(operation, self._comm.Irecv, self._memory(content), source, signature.tag)
         return self._started(Message(self.link, operation, request, content, land))
+
+    def _post(self, operation: Operation, function: Callable[..., Any], *arguments: object) -> Any:
+        """Return the request of a function of MPI.
+
+        Raises:
+            Dist2Error: MPI failed: the peer has died, say.
+        """
+        try:
+            return function(*arguments)
+        except self._mpi.Exception as error:
+            raise self.link.failed(error, operation) from error
 
     def _started(self, message: Message) -> Message | None:
         """Wait for a synchronous message; have an asynchronous one completed.
