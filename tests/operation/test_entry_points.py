@@ -19,7 +19,7 @@ from support.instruments import Told, backend_does
 
 import dist2
 from dist2 import FileStore, HashStore, PrefixStore, ProcessGroup, Store, TCPStore, Work, legacy
-from dist2.backends import socket
+from dist2.backends import mpi, nccl, socket
 from dist2.backends.gloo import GlooBackend
 from dist2.c10d.backend import BackendView
 from dist2.group import open_groups
@@ -319,7 +319,9 @@ def unmarked(module: str, thing: Any) -> list[str]:
 
 
 def test_code_that_enters_the_data_plane_is_marked() -> None:
-    assert socket.__name__ in sys.modules  # loaded by entry points as a rule
+    assert {
+        each.__name__ for each in (mpi, nccl, socket)
+    } <= sys.modules.keys()  # loaded by entry points as a rule
     found = [
         breach
         for name in [name for name in sys.modules if name.startswith("dist2.")]

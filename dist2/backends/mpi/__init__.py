@@ -22,8 +22,11 @@ from dist2.backends.socket.backend import SocketBackend
 from dist2.backends.socket.controlled import CONTROL_OPTIONS
 from dist2.errors import UnknownOptionError
 from dist2.runtime.mpi_library import load
+from dist2.runtime.signals import OnCtrlC, package_on_ctrl_c
 
 __all__ = ["MpiBackend", "create"]
+
+package_on_ctrl_c(__spec__, OnCtrlC.DEFER)
 
 
 class MpiBackend(Messages):
