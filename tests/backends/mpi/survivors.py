@@ -23,3 +23,6 @@ if __name__ == "__main__":
     with pg.shrink() as survivors:
         survivors.all_reduce(total := torch.ones(1))
         sys.stdout.write(f"{survivors.size()} survivors, total {total.item()}\n")
+        survivors.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # MPI_Finalize of Open MPI 5.0 may hang after a death, without dist2 as well
