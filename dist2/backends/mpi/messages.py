@@ -22,6 +22,7 @@ from dist2.backends.socket.backend import SocketBackend
 from dist2.backends.socket.outside import Outside
 from dist2.errors import Dist2Error, InvalidUsageError, MismatchError, OperationTimeoutError, PeerLostError
 from dist2.operation.signature import Operation, Signature
+from dist2.runtime.completion import Completion
 from dist2.runtime.mpi_library import failure, give_up
 from dist2.runtime.threads import Worker
 
@@ -52,40 +53,45 @@ class Message(Helped):
     ) -> None:
         self.operation = operation
         self._link = link
-        self._request = request
+        self._request = request  # None once it is over: `Test` would return True again, with an empty status
         self._content = content
         self._land = land
         self._status = link.mpi.Status()
         self._lock = threading.Lock()
-        self._over = False
-        self._error: BaseException | None = None
-        self._callbacks: list[Callable[[Helped], None]] = []
+        self._done = Completion()
 
     def poll(self) -> bool:
         """Make progress; return whether it is over, successfully or not."""
+        fault: Exception | None = None
         with self._lock:
-            if self._over:
+            if self._request is None:
                 return True
             try:
                 if not self._request.Test(self._status):
                     return False
                 self._complete()
             except Exception as error:  # noqa: BLE001 - delivered to those that wait
-                self._error = self._failure(error)
-            self._over = True
-        self._tell()
+                fault = self._failure(error)
+            self._request = None
+        self._end(fault)
         return True
 
     def fail(self, error: BaseException) -> None:
         """Give it up, unless it is over. A receive is cancelled; MPI may still read the content of a send."""
         with self._lock:
-            if self._over:
+            if self._request is None:
                 return
             if self._land is not None:
                 self._request.Cancel()
             give_up((self._request, self._content))
-            self._error, self._over = error, True
-        self._tell()
+            self._request = None
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        if error is None:
+            self._done.set_result(None)
+        else:
+            self._done.set_exception(error)
 
     def _complete(self) -> None:
         """Check what has arrived, and write it to the output.
@@ -121,23 +127,13 @@ class Message(Helped):
             actual={} if source is None else {source: f"sent {size}"},
         )
 
-    def _tell(self) -> None:
-        """Call back: it is over, so that no callbacks are added any more."""
-        callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback(self)
-
     # Called by the group
 
     def add_done_callback(self, callback: Callable[[Helped], None]) -> None:
-        with self._lock:
-            if not self._over:
-                self._callbacks.append(callback)
-                return
-        callback(self)
+        self._done.add_done_callback(lambda _: callback(self))
 
     def exception(self) -> BaseException | None:
-        return self._error
+        return self._done.exception()
 
     def help(self, deadline_ns: int) -> None:
         ends_ns = self.operation.deadline_ns
