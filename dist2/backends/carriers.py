@@ -15,6 +15,7 @@ import torch
 
 from dist2.errors import InvalidUsageError
 from dist2.operation.kinds import ReduceKind, Reduction
+from dist2.operation.signature import Signature
 from dist2.operation.storage import flattened
 
 Tensor = torch.Tensor
@@ -170,6 +171,17 @@ def carrier_of(dtype: torch.dtype, reduction: Reduction, op: str, backend: str) 
             f"{op} with op={reduction} is not possible on {dtype} with backend {backend!r}"
         )
     return found
+
+
+def check_carried(signature: Signature) -> None:
+    """Check that the reduction of a call is possible, if it has one.
+
+    Raises:
+        InvalidUsageError: There is no exact way for a dtype.
+    """
+    if signature.reduction is not None:
+        for meta in signature.inputs:
+            carrier_of(meta.dtype, signature.reduction, signature.kind.value, signature.group.backend)
 
 
 def scale_before(flat: Tensor, reduction: Reduction) -> None:

@@ -60,8 +60,8 @@ class Collectives(GlooCore):
 
     def all_to_all(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         sent = torch.cat([as_bytes(tensor) for tensor in inputs])
-        sizes, landings = list(map(_nbytes, inputs)), [Landing(output) for output in outputs]
-        received_sizes = list(map(_nbytes, outputs))
+        sizes, landings = [each.nbytes for each in inputs], [Landing(output) for output in outputs]
+        received_sizes = [each.nbytes for each in outputs]
         received = torch.empty(sum(received_sizes), dtype=torch.uint8, device=sent.device)
         options = _options(c10d.AllToAllOptions, operation)
         self.run(
@@ -112,7 +112,3 @@ def _options(kind: type[Any], operation: Operation) -> Any:
     if operation.signature.root is not None:
         options.rootRank = operation.signature.root
     return options
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

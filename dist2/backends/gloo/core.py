@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from dist2.backends.base import Backend, Execute, GroupSpec
-from dist2.backends.carriers import carrier_of
+from dist2.backends.carriers import check_carried
 from dist2.errors import (
     BackendError,
     Dist2Error,
@@ -82,9 +82,7 @@ class GlooCore(Backend):
         Raises:
             InvalidUsageError: Gloo cannot do this reduction of this dtype, or has no such tag.
         """
-        if signature.reduction is not None:
-            for meta in signature.inputs:
-                carrier_of(meta.dtype, signature.reduction, signature.kind.value, "gloo")
+        check_carried(signature)
         if signature.tag > MAX_TAG:
             raise InvalidUsageError(f"tag must be at most {MAX_TAG} with backend 'gloo', got {signature.tag}")
         return super().plan(signature)

@@ -15,11 +15,20 @@ from typing import Any
 import torch
 
 from dist2.backends.base import Execute, GroupSpec, Tensors
-from dist2.backends.carriers import Landing, as_bytes, carrier_of, finish, plain, scale_before
+from dist2.backends.carriers import (
+    Landing,
+    as_bytes,
+    carrier_of,
+    check_carried,
+    finish,
+    plain,
+    scale_before,
+)
 from dist2.backends.mpi.communicator import Communicator
 from dist2.backends.socket.backend import SocketBackend
 from dist2.backends.socket.controlled import Controlled
 from dist2.errors import MismatchError
+from dist2.operation.aliasing import overlaps
 from dist2.operation.kinds import OpKind, ReduceKind
 from dist2.operation.signature import Operation, Signature, digest
 
@@ -63,9 +72,7 @@ class Collectives(Controlled):
         Raises:
             InvalidUsageError: MPI cannot do this reduction of this dtype.
         """
-        if signature.reduction is not None:
-            for meta in signature.inputs:
-                carrier_of(meta.dtype, signature.reduction, signature.kind.value, "mpi")
+        check_carried(signature)
         method: Execute = getattr(self, signature.kind.value)
         outside = self.control.outside
 
@@ -109,7 +116,7 @@ class Collectives(Controlled):
         landing.land()
 
     def all_gather_v(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
-        mine, counts = as_bytes(inputs[0]), list(map(_nbytes, outputs))
+        mine, counts = as_bytes(inputs[0]), [each.nbytes for each in outputs]
         everyone = mine.new_empty(sum(counts))
         self._call(operation, self._comm.Allgatherv, self._memory(mine), self._parts(everyone, counts))
         _land(everyone, outputs)
@@ -130,9 +137,9 @@ class Collectives(Controlled):
 
     def all_to_all(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         sent = torch.cat([as_bytes(each) for each in inputs])
-        counts = list(map(_nbytes, outputs))
+        counts = [each.nbytes for each in outputs]
         received = sent.new_empty(sum(counts))
-        self._exchange(operation, sent, list(map(_nbytes, inputs)), received, counts)
+        self._exchange(operation, sent, [each.nbytes for each in inputs], received, counts)
         _land(received, outputs)
 
     def all_to_all_single(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
@@ -275,28 +282,22 @@ def _agreed(signature: Signature) -> int:
     return digest(repr((signature.fingerprint, [meta.numel for meta in parts])))
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _apart(read: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
     """Return a tensor to read: a copy if it shares memory with one that is written, which MPI refuses."""
-    start, end = written.data_ptr(), written.data_ptr() + _nbytes(written)
-    shares = start < read.data_ptr() + _nbytes(read) and read.data_ptr() < end
-    return read.clone() if shares else read
+    return read.clone() if overlaps((read,), (written,)) else read
 
 
 def _sizes(tensor: torch.Tensor, splits: Sequence[int] | None, world_size: int) -> list[int]:
     """Return the bytes of the part of each rank: of so many rows, or equal ones."""
     if not splits:
-        return [_nbytes(tensor) // world_size] * world_size
-    row = _nbytes(tensor) // max(1, sum(splits))
+        return [tensor.nbytes // world_size] * world_size
+    row = tensor.nbytes // max(1, sum(splits))
     return [rows * row for rows in splits]
 
 
 def _land(content: torch.Tensor, outputs: Tensors) -> None:
     """Copy consecutive parts of bytes to tensors."""
-    for output, part in zip(outputs, content.split(list(map(_nbytes, outputs))), strict=True):
+    for output, part in zip(outputs, content.split([each.nbytes for each in outputs]), strict=True):
         landing = Landing(output)
         landing.bytes.copy_(part)
         landing.land()
