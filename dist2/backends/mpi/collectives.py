@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -50,6 +51,8 @@ _TYPES = {
     torch.float64: "DOUBLE",
 }
 """MPI's names of the kinds and dtypes that `Carrier` knows."""
+
+_MAX_AGREED = 256
 
 
 class Collectives(Controlled):
@@ -271,6 +274,7 @@ class Collectives(Controlled):
         return [content, getattr(self._mpi, _TYPES[content.dtype])]
 
 
+@lru_cache(maxsize=_MAX_AGREED)
 def _agreed(signature: Signature) -> int:
     """Return 64 bits that must be equal on all ranks: of the call, and of the sizes that all ranks know."""
     if signature.kind is OpKind.ALL_GATHER_V:
