@@ -22,7 +22,7 @@ from typing import Any
 
 import attrs
 
-from dist2.backends.socket.outside import Outside
+from dist2.backends.socket.outside import Outside, peers_of
 from dist2.backends.socket.transport.messages.explaining import mismatch
 from dist2.errors import (
     Dist2Error,
@@ -171,7 +171,7 @@ class Communicator:
             if done():
                 return
             os.sched_yield()
-        self.outside.wait(done, until_ns, senders_of(operation), _LOOK_NS)
+        self.outside.wait(done, until_ns, peers_of(operation), _LOOK_NS)
 
     def free(self) -> None:
         """Free the communicator in order: nothing is under way on it, on any rank."""
@@ -185,11 +185,3 @@ def _created(mpi: Any, members: Any, context: int) -> Any:
         return mpi.Intracomm.Create_from_group(members, f"dist2-{context:x}")
     except NotImplementedError:  # by a library of MPI 3
         return mpi.COMM_WORLD.Create_group(members, context % _MAX_TAG)
-
-
-def senders_of(operation: Operation) -> tuple[int, ...] | None:
-    """Return the ranks that a message waits for, if they are known; None for a collective."""
-    signature = operation.signature
-    if not signature.kind.is_p2p:
-        return None
-    return () if signature.peer is None else (signature.peer,)

@@ -17,9 +17,9 @@ import torch
 from dist2.backends.base import Execute, GroupSpec, Helped, Tensors
 from dist2.backends.carriers import Landing, as_bytes
 from dist2.backends.mpi.collectives import Collectives
-from dist2.backends.mpi.communicator import Communicator, senders_of
+from dist2.backends.mpi.communicator import Communicator
 from dist2.backends.socket.backend import SocketBackend
-from dist2.backends.socket.outside import Outside
+from dist2.backends.socket.outside import Outside, peers_of
 from dist2.errors import Dist2Error, InvalidUsageError, MismatchError, OperationTimeoutError, PeerLostError
 from dist2.operation.signature import Operation, Signature
 from dist2.runtime.completion import Completion
@@ -115,7 +115,7 @@ class Message(Helped):
             )
         found = failure(self._link.mpi, error, self.operation.describe())
         if isinstance(found, PeerLostError):
-            found.ranks = senders_of(self.operation) or ()
+            found.ranks = peers_of(self.operation) or ()
         return found
 
     def _of_other_size(self, size: str, source: int | None) -> MismatchError:
@@ -255,7 +255,7 @@ class Progress:
             operation = soonest.operation
             try:
                 self._outside.wait(
-                    self._look, operation.deadline_ns, senders_of(operation), _LOOK_NS, is_patient=True
+                    self._look, operation.deadline_ns, peers_of(operation), _LOOK_NS, is_patient=True
                 )
             except OperationTimeoutError as error:
                 soonest.fail(error)

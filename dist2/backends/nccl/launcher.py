@@ -29,7 +29,7 @@ from dist2.backends.nccl.operations import Steps
 from dist2.backends.nccl.options import NcclOptions
 from dist2.backends.nccl.ticket import Health, Span, Ticket
 from dist2.backends.nccl.watchdog import LOOK_NS, Watchdog
-from dist2.backends.socket.outside import Outside
+from dist2.backends.socket.outside import Outside, peers_of
 from dist2.errors import BackendError, Dist2Error, GroupAbortedError, InvalidUsageError
 from dist2.operation.kinds import OpKind
 from dist2.operation.signature import GroupInfo, Operation, Signature
@@ -333,7 +333,7 @@ class Launcher:
             return
         ends_ns = min(deadline_ns, ticket.operation.deadline_ns)
         try:
-            self._outside.wait(done, ends_ns, _peers_of(ticket), _BLOCK_NS)
+            self._outside.wait(done, ends_ns, peers_of(ticket.operation), _BLOCK_NS)
         except Dist2Error as error:
             if deadline_ns < ticket.operation.deadline_ns and ends_ns == deadline_ns:
                 return  # only this wait has ended
@@ -345,7 +345,7 @@ class Launcher:
                 ticket.settle()
 
     def _watch(self, done: Callable[[], bool], ticket: Ticket, deadline_ns: int) -> None:
-        self._outside.wait(done, deadline_ns, _peers_of(ticket), LOOK_NS, is_patient=True)
+        self._outside.wait(done, deadline_ns, peers_of(ticket.operation), LOOK_NS, is_patient=True)
 
     def _reached(self, operation: Operation, stream: Stream) -> Ticket:
         """Return a ticket for the work enqueued on a stream so far."""
@@ -398,9 +398,3 @@ class Launcher:
         worker = Worker(f"dist2-nccl-free-{self._info.name}", destroy)
         worker.start()
         worker.join(_DESTROY_S)
-
-
-def _peers_of(ticket: Ticket) -> tuple[int, ...] | None:
-    """Return the senders that a message waits for; None for a collective."""
-    peer = ticket.operation.signature.peer
-    return None if peer is None else (peer,)

@@ -116,7 +116,7 @@ class Outside:
         Args:
             done: Tells whether it is done.
             deadline_ns: When to give up.
-            peers: Senders of the awaited messages; None for a collective.
+            peers: See `peers_of`.
             look_ns: Longest time between two calls of ``done``, unless `wake` is called.
             is_patient: Sleep for that time from the beginning. Otherwise the thread first looks often.
 
@@ -194,3 +194,11 @@ class Outside:
         except Dist2Error:
             self._endpoint.cancel(transfers)
             raise
+
+
+def peers_of(operation: Operation) -> tuple[int, ...] | None:
+    """Return the ranks that a message waits for, none if any may send it; None for a collective."""
+    signature = operation.signature
+    if not signature.kind.is_p2p:
+        return None
+    return () if signature.peer is None else (signature.peer,)
