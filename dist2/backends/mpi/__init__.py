@@ -19,7 +19,7 @@ from dist2.backends.mpi.communicator import Communicator
 from dist2.backends.mpi.messages import Messages
 from dist2.backends.socket import create as create_socket
 from dist2.backends.socket.backend import SocketBackend
-from dist2.backends.socket.controlled import CONTROL_OPTIONS
+from dist2.backends.socket.controlled import CONTROL_OPTIONS, shut_down_on_failure
 from dist2.errors import UnknownOptionError
 from dist2.runtime.mpi_library import load
 from dist2.runtime.signals import OnCtrlC, package_on_ctrl_c
@@ -73,7 +73,6 @@ def create(spec: GroupSpec) -> MpiBackend:
         BackendError: MPI failed.
     """
     check(spec.device, spec.options)
-    load()
     return _connected(spec, create_socket(spec))
 
 
@@ -97,9 +96,6 @@ create.init_method = "mpi://"  # type: ignore[attr-defined]  # likewise
 
 
 def _connected(spec: GroupSpec, control: SocketBackend) -> MpiBackend:
-    try:
+    with shut_down_on_failure(control):
         link = Communicator.connect(load(), control.outside, spec.info, spec.timeout_s)
         return MpiBackend(spec, control, link)
-    except BaseException:
-        control.shutdown()
-        raise

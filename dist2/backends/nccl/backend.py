@@ -23,7 +23,7 @@ from dist2.backends.nccl.options import NcclOptions
 from dist2.backends.nccl.staging import is_staged, staged
 from dist2.backends.socket import create as create_socket
 from dist2.backends.socket.backend import SocketBackend
-from dist2.backends.socket.controlled import Controlled
+from dist2.backends.socket.controlled import Controlled, shut_down_on_failure
 from dist2.errors import (
     GroupAbortedError,
     GroupRevokedError,
@@ -156,11 +156,8 @@ class NcclBackend(Controlled):
     def _with_control(
         self, spec: GroupSpec, control: SocketBackend, meet: Callable[[Meeting], Communicators]
     ) -> NcclBackend:
-        try:
+        with shut_down_on_failure(control):
             return NcclBackend(spec, self._options, control, self._device, self._library, meet, self)
-        except BaseException:
-            control.shutdown()
-            raise
 
     # Life
 
@@ -226,11 +223,8 @@ def create(spec: GroupSpec) -> NcclBackend:
     control: SocketBackend = create_socket(
         attrs.evolve(spec, device=torch.device("cpu"), options=dict(options.control))
     )
-    try:
+    with shut_down_on_failure(control):
         return NcclBackend(spec, options, control, device, library)
-    except BaseException:
-        control.shutdown()
-        raise
 
 
 def _platform(device: torch.device) -> tuple[Device, Library]:

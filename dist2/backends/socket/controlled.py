@@ -8,7 +8,8 @@ made first; over it the members then meet to set up the library.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from dist2.backends.base import Backend, GroupSpec
 from dist2.backends.consensus import Agreement
@@ -17,6 +18,16 @@ from dist2.errors import GroupRevokedError
 
 CONTROL_OPTIONS = ("transport", "host", "node", "tuning", "algorithm", "deterministic")
 """Options of a controlled group that are for its control group."""
+
+
+@contextmanager
+def shut_down_on_failure(control: SocketBackend) -> Iterator[None]:
+    """Shut a control group down if the ``with`` block, which makes the backend beside it, raises."""
+    try:
+        yield
+    except BaseException:
+        control.shutdown()
+        raise
 
 
 class Controlled(Backend):
@@ -63,7 +74,7 @@ class Controlled(Backend):
         self.control.look()
 
     def agree(self, flags: int, deadline_ns: int, shrinks: bool = False) -> tuple[int, Agreement]:
-        """Agree over the control links, which still work after NCCL has failed."""
+        """Agree over the control links, which still work after the library has failed."""
         return self.control.agree(flags, deadline_ns, shrinks)
 
     def lost(self) -> Mapping[int, str]:
