@@ -19,8 +19,7 @@ from dist2.runtime.config import environment_value
 
 def is_initialized() -> bool:
     """Whether `init_process_group` was called, and `destroy_process_group` not since."""
-    here = worlds.here()
-    return here.default is not None and not here.is_over
+    return worlds.here().usable is not None
 
 
 def get_rank(group: Group = None) -> int:

@@ -63,6 +63,11 @@ class World:
         """Whether torch's ``destroy_process_group`` has shut its groups down."""
         return self.in_torch is not None and self.in_torch.is_destroyed
 
+    @property
+    def usable(self) -> ProcessGroup | None:
+        """The default group, unless torch has shut it down."""
+        return None if self.is_over else self.default
+
     def enter_torch(self) -> None:
         """Enter the default group in torch's tables.
 
@@ -302,8 +307,7 @@ def as_rank(rank: object) -> int:
 
 def default_group_if_any() -> ProcessGroup | None:
     """Return the group that calls without ``group`` act on, or None."""
-    here = worlds.here()
-    return current_process_group() or (None if here.is_over else here.default)
+    return current_process_group() or worlds.here().usable
 
 
 def default_group() -> ProcessGroup:
@@ -313,7 +317,7 @@ def default_group() -> ProcessGroup:
         InvalidUsageError: There is none.
     """
     pg = default_group_if_any()
-    if pg is None and not all(each.is_over for each in worlds.open()):
+    if pg is None and any(each.usable for each in worlds.open()):
         raise InvalidUsageError(
             "the ranks of this process are threads, and this thread is none of them: give `group`, or enter "
             "a group with dist2.process_group"
