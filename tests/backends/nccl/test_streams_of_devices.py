@@ -23,6 +23,7 @@ from dist2 import (
     InvalidUsageError,
     MismatchError,
     OperationTimeoutError,
+    PeerLostError,
     ProcessGroup,
 )
 from dist2.backends.nccl.backend import NcclBackend
@@ -228,6 +229,37 @@ def test_an_asynchronous_error_of_nccl_breaks_the_group() -> None:
             dist2.PrefixStore("t", pg.spec.store).set("over", "")
         else:
             dist2.PrefixStore("t", pg.spec.store).wait(["over"])
+
+    run(2, body)
+
+
+def test_a_failed_member_is_the_cause_of_an_error_of_nccl_that_was_seen_first() -> None:
+    was_seen = threading.Event()
+
+    def body(pg: ProcessGroup, device: HostDevice) -> None:
+        if pg.rank() == 1:
+            assert was_seen.wait(10)
+            pg.abort()
+            return
+        backend = pg.backend
+        assert isinstance(backend, NcclBackend)
+        communicators = backend._launcher.communicators
+        assert communicators is not None
+        seen = communicators.main.async_error
+
+        def see() -> BackendError | None:
+            error = seen()
+            if error is not None:
+                was_seen.set()
+            return error
+
+        communicators.main.async_error = see  # type: ignore[method-assign]  # the moment is known so
+        nccl_stubs.stub().stub_set_async_error(communicators.main.handle, 6)
+        work = pg.all_reduce(filled(device, 1.0), async_op=True)
+        with pytest.raises(PeerLostError, match="rank 1") as caught:
+            work.wait(10)
+        assert caught.value.ranks == (1,)
+        finished(device)  # the stream is free again
 
     run(2, body)
 
