@@ -148,7 +148,7 @@ def run_ranks(
     before = set(open_groups())
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + JOIN_S
+    deadline = time.monotonic() + max(JOIN_S, 2 * timeout)
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     for group in set(open_groups()) - before:

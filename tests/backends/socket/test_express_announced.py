@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import attrs
 import pytest
@@ -23,12 +24,23 @@ from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.express_announced import AnnouncedSend, AnnouncedTake
 from dist2.backends.socket.transport.messages.segments import Move, segment_at, whole_of
 from dist2.backends.socket.transport.raw import address_of
-from dist2.backends.socket.wire import HEADER_BYTES, PROMPT_BYTES, SEGMENT_BYTES, TAGGED, Header, Kind
+from dist2.backends.socket.wire import (
+    HEADER_BYTES,
+    LOAN_BYTES,
+    PROMPT_BYTES,
+    SEGMENT_BYTES,
+    TAGGED,
+    Header,
+    Kind,
+)
 from dist2.errors import GroupAbortedError
+from dist2.operation.kinds import OpKind
+from dist2.operation.signature import Signature, TensorMeta
 from dist2.runtime.deadline import deadline_in
 
 TCP = Tenant("tcp", "socket", {"transport": "tcp"})
 NBYTES = 2 * SEGMENT_BYTES + 1000
+HUGE = [limit + beside for limit in (2**31, 2**32) for beside in (-1, 0, 1)]
 LENGTHS = [PROMPT_BYTES + 1, 2 * SEGMENT_BYTES, NBYTES, 9 * SEGMENT_BYTES]
 MOVES = [pytest.param(segments.move_message, id="Python"), pytest.param(segments.move, id="as it is")]
 
@@ -263,6 +275,35 @@ def test_which_messages_are_announced(ends: tuple[End, End]) -> None:
     assert not ways.has_announced_way(Lot(0, 0, PRINT, NBYTES)), "to oneself"
 
 
+@pytest.mark.parametrize("nbytes", HUGE)
+def test_lengths_beyond_32_bits_have_their_headers(ends: tuple[End, End], nbytes: int) -> None:
+    one = ends[0]
+    for way in (one.way_out(nbytes), one.way_in(nbytes)):
+        announced = Header.decode(way._passage.announcement)
+        assert (announced.kind, announced.nbytes, announced.total) == (Kind.ANNOUNCE, 0, nbytes)
+        assert Header.decode(bytes(way._header)) == announced
+    offered = Header.decode(one.lot(nbytes).header(context=5))
+    assert (offered.kind, offered.nbytes, offered.total) == (Kind.OFFER, LOAN_BYTES, nbytes)
+
+
+@pytest.mark.parametrize("kind", [OpKind.SEND, OpKind.RECV])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_messages_beyond_32_bits_are_planned(transport: str, kind: OpKind) -> None:
+    """Without their memory: `tests/conformance/test_huge_sizes.py` moves them."""
+
+    def body(pg: ProcessGroup) -> None:
+        backend: Any = pg.backend
+        for nbytes in HUGE:
+            metas = (TensorMeta((nbytes,), torch.int8),)
+            inputs, outputs = (metas, ()) if kind is OpKind.SEND else ((), metas)
+            for peer in range(2):
+                signature = Signature(kind, pg.info, inputs, outputs, peer=peer)
+                assert callable(backend.plan(signature))
+                assert callable(backend.plan_plain(signature))
+
+    run_ranks(2, body, Tenant(transport, "socket", {"transport": transport}))
+
+
 def test_a_message_that_differs_fails_the_group(ends: tuple[End, End]) -> None:
     one, two = ends
     held = bytearray(NBYTES)
@@ -320,6 +361,7 @@ class Mover:
 
     Attributes:
         state: The result of `move_message`.
+        start: The place of the memory in the message.
     """
 
     move: Move
@@ -328,10 +370,11 @@ class Mover:
     memory: bytearray
     longest: int
     state: tuple[int, int, int, bool, int, bool]
+    start: int = 0
 
     def run(self) -> tuple[int, int, int, bool, int, bool]:
         """Move all of it."""
-        nbytes, staged, fd = len(self.memory), bytearray(HEADER_BYTES), self.sock.fileno()
+        nbytes, staged, fd = self.start + len(self.memory), bytearray(HEADER_BYTES), self.sock.fileno()
         templates = (
             announcement(PROMPT_BYTES + nbytes, 0),
             Header(Kind.ACCEPT, context=5).encode(),
@@ -339,7 +382,8 @@ class Mover:
         )
         while self.state[1] < whole_of(nbytes, self.longest) and not self.state[5]:
             number, done, asked, agreed, filled, _ = self.state
-            at = (address_of(memoryview(self.memory)), nbytes, self.longest, number, done, asked, agreed)
+            address = address_of(memoryview(self.memory)) - self.start
+            at = (address, nbytes, self.longest, number, done, asked, agreed)
             self.state = self.move(
                 self.sends, fd, fd, *templates, *at, address_of(memoryview(staged)), filled, False
             )
@@ -363,6 +407,27 @@ def test_both_sides_agree_on_every_byte(writer: Move, reader: Move, seed: int) -
             sent, got = together(sends.run, takes.run)
         assert sent == got == (9, whole_of(nbytes, longest), HEADER_BYTES, True, 0, False)
         assert place == data
+
+
+@pytest.mark.parametrize("writer", MOVES)
+@pytest.mark.parametrize("reader", MOVES)
+@pytest.mark.parametrize("nbytes", HUGE)
+def test_the_end_of_a_message_beyond_32_bits_arrives(writer: Move, reader: Move, nbytes: int) -> None:
+    """Only its last segments have memory; an earlier part would have moved before."""
+    begin = (nbytes - 1) // SEGMENT_BYTES - 1
+    moved, start = begin * (HEADER_BYTES + SEGMENT_BYTES), begin * SEGMENT_BYTES
+    data = bytearray(random.Random(0).randbytes(nbytes - start))
+    place = bytearray(len(data))
+    out, into = socket.socketpair()
+    with out, into:
+        for each in (out, into):
+            each.setblocking(False)
+        state = (9, moved, HEADER_BYTES, True, 0, False)
+        sends = Mover(writer, True, out, data, SEGMENT_BYTES, state, start)
+        takes = Mover(reader, False, into, place, SEGMENT_BYTES, state, start)
+        sent, got = together(sends.run, takes.run)
+    assert sent == got == (9, whole_of(nbytes), HEADER_BYTES, True, 0, False)
+    assert place == data
 
 
 def test_tensors_cross_both_ways() -> None:

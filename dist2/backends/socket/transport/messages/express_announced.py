@@ -21,12 +21,13 @@ from dist2.backends.socket.transport.messages.express_socket import (
     Buffer,
     SocketReceive,
     SocketSend,
+    first_header,
     has_socket,
 )
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.segments import Segment, segment_at, whole_of
 from dist2.backends.socket.transport.messages.transfer import Receiving, Sending, next_number
-from dist2.backends.socket.wire import HEADER_BYTES, SEGMENT_BYTES, TAGGED, Header, Kind
+from dist2.backends.socket.wire import HEADER_BYTES, SEGMENT_BYTES, Header, Kind
 from dist2.runtime.signals import ctrl_c
 
 _PATIENCE_NS = 2_000_000
@@ -56,9 +57,7 @@ class _Passage:
         self._sends = sends
         self._nbytes = lot.nbytes
         context, nbytes = mailbox.context, lot.nbytes
-        self.announcement = Header(
-            Kind.ANNOUNCE, TAGGED, context, 0, lot.tag, lot.fingerprint, total=nbytes
-        ).encode()
+        self.announcement = first_header(mailbox, lot).encode()
         self.consent = Header(Kind.ACCEPT, context=context).encode()
         self._header = Header(Kind.DATA, context=context, total=nbytes).encode()
         self._whole = whole_of(nbytes)

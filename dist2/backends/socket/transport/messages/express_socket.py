@@ -34,6 +34,16 @@ def goes_short(lot: Lot) -> bool:
     return lot.nbytes <= PROMPT_BYTES
 
 
+def first_header(mailbox: Mailbox, lot: Lot) -> Header:
+    """Return the header that messages of a lot begin with: of the message, or of its announcement.
+
+    The length of a payload has 32 bits in a header, that of an announced message 64.
+    """
+    kind, payload = (Kind.EAGER, lot.nbytes) if goes_short(lot) else (Kind.ANNOUNCE, 0)
+    flags = TAGGED if lot.tagged else 0
+    return Header(kind, flags, mailbox.context, 0, lot.tag, lot.fingerprint, payload, total=lot.nbytes)
+
+
 def has_socket(link: Link) -> bool:
     """Whether a link's bytes go straight to a socket."""
     return type(link.sock) is socket.socket
@@ -56,19 +66,7 @@ class _SocketWay:
         self._peer = lot.peer
         self._fabric_id = mailbox.fabric_ids[lot.peer]
         self._account = mailbox.accounts[lot.tagged][lot.peer]
-        flags = TAGGED if lot.tagged else 0
-        self._header = bytearray(
-            Header(
-                Kind.EAGER,
-                flags,
-                mailbox.context,
-                0,
-                lot.tag,
-                lot.fingerprint,
-                lot.nbytes,
-                total=lot.nbytes,
-            ).encode()
-        )
+        self._header = bytearray(first_header(mailbox, lot).encode())
         self._nbytes = lot.nbytes
         self._cost = FRAME_COST + lot.nbytes
         self._memory_at = (ctypes.c_char * lot.nbytes).from_address
