@@ -78,10 +78,9 @@ def describe(kind: type) -> None:
     ours = [each for each in kind.__mro__ if each.__module__.partition(".")[0] == __name__.partition(".")[0]]
     names = {name for each in ours for name in vars(each) if not name.startswith("__")}
     methods = [name for name in names if not isinstance(inspect.getattr_static(kind, name), property)]
-    member_type = OPAQUE_TYPES.MemberType
-    members = dict.fromkeys(methods, member_type.INLINED)
-    members |= dict.fromkeys(_CONSTANTS + _CONSTANT_METHODS, member_type.USE_REAL)
-    OPAQUE_TYPES.register_opaque_type(kind, typ="reference", members=members, guard_fn=_guarded)
+    members = dict.fromkeys(methods, OPAQUE_TYPES.inlined)
+    members |= dict.fromkeys(_CONSTANTS + _CONSTANT_METHODS, OPAQUE_TYPES.constant)
+    OPAQUE_TYPES.register(kind, members=members, guard_fn=_guarded)
 
 
 def as_method(made: Callable[..., Any]) -> Any:

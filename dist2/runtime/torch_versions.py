@@ -6,8 +6,11 @@ can do without a feature asks here. A feature is looked for by its name, never b
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import attrs
 import torch
 
 _c10d: Any = torch._C._distributed_c10d
@@ -26,7 +29,38 @@ try:
 except ImportError:
     _opaque = None  # type: ignore[assignment]  # which has been given the type of a module
 
-_is_opaque: bool = isinstance(_c10d.ProcessGroup, getattr(_opaque, "OpaqueBaseMeta", ()))
 
-OPAQUE_TYPES: Any = _opaque if _is_opaque else None
-"""The module that tells Dynamo the attributes of a group; None where it takes a group as any object."""
+@attrs.frozen
+class OpaqueTypes:
+    """How Dynamo is told the attributes of a type: torch calls it opaque.
+
+    Attributes:
+        inlined: Says of an attribute that Dynamo looks it up in the object while it traces.
+        constant: Says of an attribute that a compiled function holds its value.
+        register: ``register(kind, members=, guard_fn=)``: what it says of which attribute, and a function
+            whose results for an object must not have changed when a compiled function is used again.
+    """
+
+    inlined: object
+    constant: object
+    register: Callable[..., None]
+
+    @classmethod
+    def found(cls) -> OpaqueTypes | None:
+        """Return torch's; None where groups are no opaque objects, or where its names have changed again."""
+        for meta, register, typ in _OPAQUE_NAMES:
+            kind, named = getattr(_opaque, meta, None), getattr(_opaque, register, None)
+            if kind is not None and named is not None and isinstance(_c10d.ProcessGroup, kind):
+                members: Any = _opaque.MemberType
+                return cls(members.INLINED, members.USE_REAL, partial(named, typ=typ))
+        return None
+
+
+_OPAQUE_NAMES = (
+    ("CustomClassBaseMeta", "register_custom_class", "symbolic"),  # torch 2.14
+    ("OpaqueBaseMeta", "register_opaque_type", "reference"),  # torch 2.12
+)
+"""The type of opaque types, the function that registers one, and its word for objects with a state."""
+
+OPAQUE_TYPES: OpaqueTypes | None = OpaqueTypes.found()
+"""How Dynamo is told the attributes of a group; None where it takes a group as any object."""

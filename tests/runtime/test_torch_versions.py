@@ -1,0 +1,65 @@
+"""Private names of torch under which a feature is found, in each version that has another one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dist2.runtime import torch_versions
+from dist2.runtime.torch_versions import OpaqueTypes
+
+
+class Meta(type):
+    """The type of torch's types that Dynamo is told the attributes of."""
+
+
+class Group(metaclass=Meta):
+    pass
+
+
+def module(told: list[Any], **names: Any) -> SimpleNamespace:
+    members = SimpleNamespace(USE_REAL="constant", INLINED="inlined")
+
+    def register(kind: type, **said: Any) -> None:
+        told.append((kind, said))
+
+    given = {name: register if value is None else value for name, value in names.items()}
+    return SimpleNamespace(MemberType=members, **given)
+
+
+NEW = {"CustomClassBaseMeta": Meta, "register_custom_class": None}
+OLD = {"OpaqueBaseMeta": Meta, "register_opaque_type": None}
+
+
+@pytest.mark.parametrize(
+    ("names", "typ"),
+    [(OLD, "reference"), (NEW, "symbolic"), ({**NEW, "register_opaque_type": None}, "symbolic")],
+    ids=["2.12", "2.14", "2.14 with a deprecated name"],
+)
+def test_groups_are_described_by_the_names_of_each_version(
+    names: dict[str, Any], typ: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(torch_versions, "_opaque", module(told, **names))
+    monkeypatch.setattr(torch_versions, "_c10d", SimpleNamespace(ProcessGroup=Group))
+    found = OpaqueTypes.found()
+    assert found is not None
+    assert (found.constant, found.inlined) == ("constant", "inlined")
+    found.register(Group, members={"rank": found.constant})
+    assert told == [(Group, {"typ": typ, "members": {"rank": "constant"}})]
+
+
+@pytest.mark.parametrize("names", [{}, {"OpaqueBaseMeta": Meta}, {"CustomClassBaseMeta": Meta}])
+def test_groups_that_are_ordinary_objects_are_not_described(
+    names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_versions, "_opaque", module([], **names))
+    monkeypatch.setattr(torch_versions, "_c10d", SimpleNamespace(ProcessGroup=object))
+    assert OpaqueTypes.found() is None
+
+
+def test_a_torch_without_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_versions, "_opaque", None)
+    assert OpaqueTypes.found() is None
