@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Hashable
 from http import HTTPStatus
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+
+from observability.server.threads import Heavy
 
 Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -92,6 +94,23 @@ def as_json(
         headers={"Cache-Control": "no-store", **(headers or {})},
         media_type="application/json",
     )
+
+
+async def heavy_answer(
+    request: Request,
+    heavy: Heavy,
+    make: Callable[..., bytes],
+    *arguments: Hashable,
+    name: str = "",
+    media_type: str = "application/json",
+) -> Response:
+    """Answer with the result of a function that takes long; with a name, as a file to save."""
+    zipped = "gzip" in request.headers.get("accept-encoding", "")
+    body = await heavy(make, *arguments, zipped=zipped)
+    headers = {"Cache-Control": "no-store", "Vary": "Accept-Encoding"}
+    headers |= {"Content-Encoding": "gzip"} if zipped else {}
+    headers |= {"Content-Disposition": f'attachment; filename="{name}"'} if name else {}
+    return Response(body, headers=headers, media_type=media_type)
 
 
 def number(request: Request, name: str, default: int, most: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from http import HTTPStatus
 from pathlib import Path
 
@@ -17,12 +18,12 @@ from starlette.routing import Route
 
 from dist2.operation.signature import GroupInfo
 from observability.exposition import registry_of
-from observability.flight_recorder import FlightRecorder, encode
+from observability.flight_recorder import FlightRecorder, Format, encode
 from observability.job.member import Member
 from observability.job.watch import WaitingCollector
 from observability.metrics import Metrics
 from observability.server.acts import Acts
-from observability.server.answers import Endpoint, as_json, guarded, http_error, number
+from observability.server.answers import Endpoint, as_json, guarded, heavy_answer, http_error, number
 from observability.server.auth import PAGE_HEADERS, TokenAuth
 from observability.server.documents import Source
 from observability.server.handlers import PREFIX, HandlerEndpoints
@@ -32,6 +33,7 @@ from observability.server.job import JobEndpoints
 from observability.server.openapi import Operation, document
 from observability.server.performance import Performance, performance_of
 from observability.server.reading_limit import ReadingLimit
+from observability.server.threads import GZIP_LEVEL, Heavy, Together
 from observability.server.views import Views
 
 DUMPS = "dumps"
@@ -40,6 +42,10 @@ PAGES = Path(__file__).parent / "pages"
 
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 """Suffixes of the files of that folder that are served."""
+
+NOT_COMPRESSED = frozenset({"/events", "/flight_recorder", "/trace", "/timeline", "/works"})
+"""Paths without the middleware: a stream would wait until its buffer is full; `heavy_answer` compresses the
+others on a thread."""
 
 MAX_WORKS = 10_000
 
@@ -81,18 +87,17 @@ def app_of(
     operations += [Operation(path, "GET", answer) for path, answer in views.reading().items()]
     operations += [Operation(path, "GET", answer) for path, answer in performance.reading().items()]
     operations.append(Operation("/openapi.json", "GET", _openapi(operations)))
-    compressed = [Middleware(GZipMiddleware, minimum_size=1024, compresslevel=4)]
+    compressed = [Middleware(GZipMiddleware, minimum_size=1024, compresslevel=GZIP_LEVEL)]
     files = sorted(path for path in PAGES.rglob("*") if path.suffix in MEDIA_TYPES)
     app = Starlette(
         routes=[
             *(Route(_path_of(file), guarded(_page(file)), middleware=compressed) for file in files),
             *(
-                # A stream would wait for the compressor to fill its buffer.
                 Route(
                     each.path,
                     guarded(each.answer),
                     methods=[each.method],
-                    middleware=[] if each.path == "/events" else compressed,
+                    middleware=[] if each.path in NOT_COMPRESSED else compressed,
                 )
                 for each in operations
             ),
@@ -146,11 +151,17 @@ class _Endpoints:
     def __init__(self, source: Source, registry: CollectorRegistry) -> None:
         self._source = source
         self._registry = registry
+        self._heavy = Heavy()
+        self._encoded = Together(self._encode)
 
     async def metrics(self, request: Request) -> Response:
         """Every metric, in the text format that the client prefers."""
-        encoder, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encoder(self._registry), headers={"Content-Type": content_type})
+        body, content_type = await self._encoded(request.headers.get("accept", ""))
+        return Response(body, headers={"Content-Type": content_type})
+
+    def _encode(self, accept: str) -> tuple[bytes, str]:
+        encoder, content_type = choose_encoder(accept)
+        return encoder(self._registry), content_type
 
     async def healthz(self, request: Request) -> Response:
         """200 where nothing failed, though operations may wait; 503, and why, where something did."""
@@ -179,17 +190,27 @@ class _Endpoints:
         known = [status.info.name for status in self._source.metrics.statuses.groups()]
         if group is not None and group not in known:
             raise HTTPException(404, f"no group {group!r} in this process; there are: {', '.join(known)}")
-        return as_json(self._source.works(group, number(request, "limit", 100, MAX_WORKS)))
+        limit = number(request, "limit", 100, MAX_WORKS)
+        return await heavy_answer(request, self._heavy, self._works, group, limit)
+
+    def _works(self, group: str | None, limit: int) -> bytes:
+        return json.dumps(self._source.works(group, limit), allow_nan=False).encode()
 
     async def flight_recorder(self, request: Request) -> Response:
         """The dump that ``torchfrtrace`` reads; ``?format=json`` for its JSON variant."""
         form = request.query_params.get("format", "pickle")
         if form not in ("pickle", "json"):
             raise HTTPException(400, f"format must be 'pickle' or 'json', got {form!r}")
-        recording = self._source.recorder.recording(self._rank(request))
-        if form == "json":
-            return Response(encode(recording, "json"), media_type="application/json")
-        return _file(encode(recording), f"flight_{recording.rank}", "application/octet-stream")
+        rank = self._rank(request)
+        if rank is None:
+            rank = next(iter(self._source.recorder.ranks()), 0)
+        of_file = {"name": f"flight_{rank}", "media_type": "application/octet-stream"}
+        return await heavy_answer(
+            request, self._heavy, self._dump, rank, form, **({} if form == "json" else of_file)
+        )
+
+    def _dump(self, rank: int, form: Format) -> bytes:
+        return encode(self._source.recorder.recording(rank), form)
 
     def _rank(self, request: Request) -> int | None:
         """Return the rank in the job that is asked about; that of this process by default."""
@@ -211,8 +232,3 @@ def _path_of(file: Path) -> str:
     if file.suffix == ".html":
         return "/" if file.stem == "index" else f"/{file.stem}"
     return f"/{file.relative_to(PAGES)}"
-
-
-def _file(body: bytes, name: str, media_type: str) -> Response:
-    disposition = {"Content-Disposition": f'attachment; filename="{name}"', "Cache-Control": "no-store"}
-    return Response(body, headers=disposition, media_type=media_type)

@@ -20,8 +20,8 @@ from observability.entries import document_of
 from observability.flight_recorder import FlightRecorder
 from observability.job.member import Member
 from observability.job.peers import FAILURES, Peers
-from observability.server.answers import Endpoint, as_json, number
-from observability.server.threads import on_thread
+from observability.server.answers import Endpoint, as_json, heavy_answer, number
+from observability.server.threads import Heavy, on_thread
 from observability.straggler_watch import StragglerCollector, StragglerWatch
 from observability.tracing import encode, recent
 
@@ -48,6 +48,8 @@ class Performance:
         self._recorder = recorder
         self.peers = peers
         self.watch = StragglerWatch(peers.ask, self._watched)
+        self._own = Heavy()
+        self._of_all = Heavy()  # apart: it asks this rank too, for its own timeline
 
     def reading(self) -> dict[str, Endpoint]:
         """Return the answers to GET, by path."""
@@ -94,8 +96,10 @@ class Performance:
         """The operations of this rank in the last ``?ms=``; the last ``?most=`` of them."""
         limit_s = number(request, "ms", TRACE_S * 1000, MOST_SECONDS * 1000) / 1000
         most = number(request, "most", MOST_SLICES, MOST_SLICES)
-        document = recent(self._recorder, self.peers.rank, limit_s, most).document()
-        return as_json(document)
+        return await heavy_answer(request, self._own, self._timeline, limit_s, most)
+
+    def _timeline(self, limit_s: float, most: int) -> bytes:
+        return json.dumps(recent(self._recorder, self.peers.rank, limit_s, most).document()).encode()
 
     async def stragglers(self, request: Request) -> Response:
         """The ranks that arrive late, as known to the rank that watches, or else as found by this one."""
@@ -110,13 +114,16 @@ class Performance:
         name = "trace.json" if wanted is None else f"trace_rank{wanted}.json"
         if "seconds" in request.query_params:
             seconds = number(request, "seconds", TRACE_S, MOST_SECONDS)
-            trace = await on_thread(self.peers.trace, seconds, None if wanted is None else [wanted])
-            body = await on_thread(json.dumps, trace)
-        else:
-            recording = self._recorder.recording(self.peers.rank if wanted is None else wanted)
-            name, body = f"trace_rank{recording.rank}.json", encode(recording).decode()
-        headers = {"Content-Disposition": f'attachment; filename="{name}"', "Cache-Control": "no-store"}
-        return Response(body, headers=headers, media_type="application/json")
+            return await heavy_answer(request, self._of_all, self._trace, seconds, wanted, name=name)
+        rank = self.peers.rank if wanted is None else wanted
+        name = f"trace_rank{rank}.json"
+        return await heavy_answer(request, self._own, self._recorded, rank, name=name)
+
+    def _trace(self, seconds: int, wanted: int | None) -> bytes:
+        return json.dumps(self.peers.trace(seconds, None if wanted is None else [wanted])).encode()
+
+    def _recorded(self, rank: int) -> bytes:
+        return encode(self._recorder.recording(rank))
 
     async def targets(self, request: Request) -> Response:
         """The control planes of all ranks, for ``http_sd_configs`` and ``file_sd_configs`` of Prometheus."""

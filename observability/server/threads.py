@@ -7,12 +7,15 @@ as other ranks and pages ask it. The number of threads is bounded by that of the
 from __future__ import annotations
 
 import asyncio
+import gzip
 import threading
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+GZIP_LEVEL = 4
 
 
 def on_thread(function: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
@@ -39,6 +42,34 @@ def on_thread(function: Callable[..., T], *arguments: object) -> asyncio.Future[
 
     threading.Thread(target=run, name="dist2-answer", daemon=True).start()
     return future
+
+
+class Heavy:
+    """Answers that take the interpreter for long: made on a thread, one at a time, one for equal requests.
+
+    So the event loop goes on answering probes, however many clients ask for dumps.
+    """
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._running: dict[Hashable, asyncio.Task[bytes]] = {}
+
+    async def __call__(self, make: Callable[..., bytes], *arguments: Hashable, zipped: bool = False) -> bytes:
+        """Return the result of a function, compressed on demand."""
+        key = (make, arguments, zipped)
+        running = self._running.get(key)
+        if running is None:
+            running = self._running[key] = asyncio.ensure_future(self._made(make, arguments, zipped))
+            running.add_done_callback(lambda _: self._running.pop(key))
+        return await asyncio.shield(running)
+
+    async def _made(self, make: Callable[..., bytes], arguments: tuple[Hashable, ...], zipped: bool) -> bytes:
+        def made() -> bytes:
+            body = make(*arguments)
+            return gzip.compress(body, GZIP_LEVEL) if zipped else body
+
+        async with self._turn:
+            return await on_thread(made)
 
 
 class Together(Generic[T]):
