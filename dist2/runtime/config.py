@@ -62,6 +62,7 @@ class Config:
         dump_signal: ``DIST2_DUMP_SIGNAL``: ``USR1`` or ``USR2``: it does so on that signal, too.
         waiting_s: ``DIST2_WAITING``: an operation that takes longer counts as waiting for other ranks where a
             control plane runs, in seconds.
+        control_token: ``DIST2_CONTROL_TOKEN``: token of the control planes, and of commands that ask them.
         allow_pickle: ``DIST2_ALLOW_PICKLE=1``: object collectives of `dist2.legacy` pickle and unpickle
             objects that the safe encoding refuses.
         secret: ``DIST2_SECRET``, or the content of the file ``DIST2_SECRET_FILE``: connections of processes
@@ -88,6 +89,7 @@ class Config:
     dump: str | None = None
     dump_signal: str | None = None
     waiting_s: float = DEFAULT_WAITING_S
+    control_token: str | None = attrs.field(default=None, repr=False)
     allow_pickle: bool = False
     secret: Secret | None = None
     tls_cert: str | None = None
@@ -125,6 +127,7 @@ class Config:
             dump=get("DIST2_DUMP"),
             dump_signal=_signal(environment, "DIST2_DUMP_SIGNAL"),
             waiting_s=_positive(environment, "DIST2_WAITING", DEFAULT_WAITING_S),
+            control_token=get("DIST2_CONTROL_TOKEN"),
             allow_pickle=_flag(environment, "DIST2_ALLOW_PICKLE", False),
             secret=_secret(environment),
             **_tls_files(environment),

@@ -33,6 +33,7 @@ class AtExit(IntEnum):
 
     GROUPS = 1
     STORES = 2
+    CONTROL_PLANE = 3
 
 
 class InChild(IntEnum):

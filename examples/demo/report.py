@@ -38,7 +38,7 @@ class ControlPlane:
     @property
     def page(self) -> str:
         """The address for a browser."""
-        return f"{self.url}/?token={self.token}"
+        return f"{self.url}/#token={self.token}"
 
     @property
     def curl(self) -> str:

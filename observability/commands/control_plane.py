@@ -18,7 +18,9 @@ import attrs
 import click
 
 from dist2.errors import Dist2Error
+from dist2.runtime.config import Config
 from observability.client import Asker, require_http
+from observability.token_files import token_at
 
 NO_ANSWER = 2
 """Exit status of a command that no control plane answers."""
@@ -48,7 +50,10 @@ class ControlPlane:
 
     @classmethod
     def of(cls, url: str, token: str | None, token_file: Path | None) -> ControlPlane:
-        """Return the control plane that arguments name; a token in the URL counts if no other is given.
+        """Return the control plane that arguments name, with the first token of several sources.
+
+        These are the options, ``DIST2_CONTROL_TOKEN``, the fragment of the URL, and the file that a control
+        plane of this user and host has written.
 
         Raises:
             NoAnswerError: The URL is not one of a control plane, or the file or the secret is unusable.
@@ -56,10 +61,14 @@ class ControlPlane:
         try:
             require_http(url)
             parts = urlsplit(url)
+            base = f"{parts.scheme}://{parts.netloc}"
             if token_file is not None:
                 token = token_file.read_text().strip()
-            token = token or next(iter(parse_qs(parts.query).get("token", [])), None)
-            return cls(f"{parts.scheme}://{parts.netloc}", token, Asker())
+            elif token is None:
+                token = _token_of(base, parts.fragment)
+            else:
+                _warn_of_argument()
+            return cls(base, token, Asker())
         except (OSError, Dist2Error, ValueError) as error:
             raise NoAnswerError(_one_line(error)) from error
 
@@ -96,9 +105,27 @@ class ControlPlane:
         return document
 
 
+def _token_of(base: str, fragment: str) -> str | None:
+    """Return a token that no option gives; None stands for the one that is derived from the secret."""
+    linked = next(iter(parse_qs(fragment).get("token", [])), None)
+    if linked is not None:
+        _warn_of_argument()
+    return Config.from_environment().control_token or linked or token_at(base)
+
+
+def _warn_of_argument() -> None:
+    click.echo(
+        "dist2: the token is an argument, which all users of this host can see in ps. The user of the job "
+        "needs none on its host; elsewhere, use --token-file or DIST2_CONTROL_TOKEN.",
+        err=True,
+    )
+
+
 def _refusal(error: HTTPError) -> str:
     if error.code == HTTPStatus.UNAUTHORIZED:
-        return "refuses the token: give --token or --token-file, or set DIST2_SECRET as in the job"
+        return (
+            "refuses the token: give --token-file, or set DIST2_CONTROL_TOKEN, or DIST2_SECRET as in the job"
+        )
     if error.code == HTTPStatus.NOT_FOUND:
         return "is not a control plane of dist2, or of an older version: it has no such path"
     return f"refuses: {error.code} {_one_line(error.reason)}"
@@ -124,6 +151,8 @@ def address(command: _Command) -> _Command:
         help="File that contains the token.",
     )(command)
     command = click.option(
-        "--token", help="Server.token; by default that in URL, or the one derived from DIST2_SECRET."
+        "--token",
+        help="Server.token, visible in ps; by default that of DIST2_CONTROL_TOKEN, in URL, of a job of this "
+        "user and host, or the one derived from DIST2_SECRET.",
     )(command)
     return click.argument("url")(command)

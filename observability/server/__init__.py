@@ -23,8 +23,9 @@ from dist2.operation.instruments import dispatch
 from dist2.operation.signature import GroupInfo
 from dist2.runtime.config import Config
 from dist2.runtime.deadline import seconds
-from dist2.runtime.process import InChild, in_child
+from dist2.runtime.process import AtExit, InChild, at_exit, in_child
 from dist2.security.authenticator import Credentials
+from observability import token_files
 from observability.access import NEEDS_TLS, is_loopback, job_token
 from observability.client import Asker
 from observability.flight_recorder import instrument as recorder
@@ -81,6 +82,7 @@ class Server:
         self._unix_socket = Path(name) if isinstance(name, str) else None
         self._listener = listener
         self._serving = serving
+        self._token_file = token_files.write(url, self.token)
         _running.add(self)
 
     @property
@@ -89,10 +91,10 @@ class Server:
 
         Examples:
             >>> with observability.start(pg, announce=False) as server:
-            ...     print(server.page_url == f"{server.url}/?token={server.token}")
+            ...     print(server.page_url == f"{server.url}/#token={server.token}")
             True
         """
-        return f"{self.url}/?token={self.token}"
+        return f"{self.url}/#token={self.token}"
 
     @property
     def closed(self) -> bool:
@@ -122,6 +124,13 @@ class Server:
         if self._unix_socket is not None:
             self._unix_socket.unlink(missing_ok=True)
             self._unix_socket = None
+        self.remove_token_file()
+
+    def remove_token_file(self) -> None:
+        """Remove the file in which commands find the token. Idempotent."""
+        if self._token_file is not None:
+            token_files.remove(self._token_file)
+            self._token_file = None
 
     def offer_to_torch(self) -> None:
         """List this rank in torch's debug server (``torch.distributed.debug``), in place of torch's worker.
@@ -193,9 +202,9 @@ def start(
             to the group's store. Anything but loopback needs TLS: ``DIST2_TLS_CERT``, ``DIST2_TLS_KEY`` and
             ``DIST2_TLS_CA``.
         port: 0 takes a free one.
-        token: The token of requests; the same on all ranks. By default it is derived from ``DIST2_SECRET``
-            and ``DIST2_JOB_ID``; without a secret, ranks agree on a random one through the store of the
-            group.
+        token: The token of requests; the same on all ranks. Default: ``DIST2_CONTROL_TOKEN``; without that
+            it is derived from ``DIST2_SECRET`` and ``DIST2_JOB_ID``; without a secret, ranks agree on a
+            random one through the store of the group.
         waiting_after_s: An operation that takes longer counts as waiting, in seconds: `/healthz` and the log
             then say for which ranks. Default: ``DIST2_WAITING`` or 5 s.
         dumps: Folder for the flight recorder's dumps that clients ask for.
@@ -223,6 +232,7 @@ def start(
     credentials = Credentials.of(config)
     tls = credentials.tls
     after_s = config.waiting_s if waiting_after_s is None else seconds(waiting_after_s, "waiting_after_s")
+    token = config.control_token if token is None else token
     if token is not None:
         _check(token)
     _load_instruments(pg)
@@ -375,6 +385,12 @@ def _listen_unix(path: Path) -> socket.socket:
         listener.close()
         raise InvalidUsageError(f"cannot listen on unix_socket={str(path)!r}: {error}") from error
     return listener
+
+
+@at_exit(AtExit.CONTROL_PLANE)
+def _exiting() -> None:
+    for server in list(_running):
+        server.remove_token_file()
 
 
 @in_child(InChild.CONTROL_PLANE)

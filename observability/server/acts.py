@@ -1,7 +1,7 @@
 """Acts of this process on behalf of a client: ``POST /acts/<name>``. Each act is written to the audit log.
 
 Acts need the token in the header ``Authorization``. A page of another origin cannot send that header, and the
-cookie that a browser has is good for reading only: so a browser cannot be led to act.
+token that a page of ours has permits reading only: so a browser cannot be led to act.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def app_of(
         exception_handlers={HTTPException: http_error},
         middleware=[Middleware(ReadingLimit, pages=tuple(map(_path_of, files)))],
     )
-    return TokenAuth(app, token, port)
+    return TokenAuth(app, token, port, public=list(map(_path_of, files)))
 
 
 def _operations(source: Source, registry: CollectorRegistry, member: Member, acts: Acts) -> list[Operation]:

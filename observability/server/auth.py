@@ -1,22 +1,34 @@
-"""Which requests are answered: those with the token, and those of browsers that a link with it signed in."""
+"""The requests that are answered: those with the token, and those of pages that have signed in with it.
+
+Theory of operation. A browser sends a cookie to every port of a host, so a server of another user on
+127.0.0.1 would receive it and could use it here. Therefore nothing here sets or reads cookies. The link to
+the page has the token in its fragment, which browsers send to no server and to no other page. The script of
+the page exchanges it at `SIGN_IN` for a *page token*, keeps that in its session storage, which belongs to one
+scheme, host and port, and sends it in the header ``Authorization``. A page token is random, permits reading
+only, and is of no use at another control plane. The files of the page contain no data and need no token.
+"""
 
 from __future__ import annotations
 
 import hmac
 import json
-from hashlib import sha256
+import secrets
+from collections.abc import Collection
 from typing import TYPE_CHECKING
-from urllib.parse import urlencode
 
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import Response
 
 from dist2.security.refusals import refusals
 from observability.access import peer_name
+from observability.server.answers import as_json
 from observability.server.handlers import PREFIX, capability
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
+
+SIGN_IN = "/page-token"
+"""Answers a request that bears the token with the page token."""
 
 PAGE_HEADERS = {
     "Cache-Control": "no-store",
@@ -38,41 +50,36 @@ _REASONS = {
 class TokenAuth:
     """An ASGI application that lets only requests with the token through to another.
 
-    A browser that opens a path with ``?token=`` is sent on to the path without it, with a cookie that is good
-    for reading only: so the token stays out of the address bar and of the history.
-
     Args:
         app: Answers the requests that are let through.
         token: The token that requests must bear.
-        port: Names the cookie, as cookies do not keep the ports of a host apart.
+        port: Where it listens, for the log.
+        public: Paths that are answered without a token: the files of the page.
     """
 
-    def __init__(self, app: ASGIApp, token: str, port: int) -> None:
+    def __init__(self, app: ASGIApp, token: str, port: int, public: Collection[str] = ()) -> None:
         self._app = app
         self._token = token
+        self._page_token = secrets.token_urlsafe(24)
         self._port = port
-        self._cookie = f"dist2_{port}"
+        self._public = frozenset(public)
         self._capability = capability(token)
-        self._cookie_value = hmac.new(token.encode(), b"dist2 control plane page", sha256).hexdigest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             await self._answer(Request(scope))(scope, receive, send)
 
     def _answer(self, request: Request) -> ASGIApp:
-        linked = request.query_params.get("token")
+        path, reads = request.scope["path"], request.method in ("GET", "HEAD")
         scheme, _, sent = request.headers.get("authorization", "").partition(" ")
         bears = scheme.lower() == "bearer"
         if bears and _equal(sent.strip(), self._token):
+            return self._app if path != SIGN_IN else as_json({"token": self._page_token})
+        if self._is_for_torch(path) or (reads and path in self._public):
             return self._app
-        if self._is_for_torch(request.scope["path"]):
+        if reads and bears and path != SIGN_IN and _equal(sent.strip(), self._page_token):
             return self._app
-        if request.method in ("GET", "HEAD"):  # a browser may be led to ask for more by a page of others
-            if linked is not None and _equal(linked, self._token):
-                return self._signed_in(request)
-            if _equal(request.cookies.get(self._cookie, ""), self._cookie_value):
-                return self._app
-        return self._refusal(request, "wrong_token" if bears or linked is not None else "no_token")
+        return self._refusal(request, "wrong_token" if bears else "no_token")
 
     def _is_for_torch(self, path: str) -> bool:
         """Whether a path bears the capability for the handlers, and leads to one."""
@@ -80,14 +87,6 @@ class TokenAuth:
             return False
         sent, _, rest = path.removeprefix(PREFIX).partition("/")
         return _equal(sent, self._capability) and rest.startswith("handler/")
-
-    def _signed_in(self, request: Request) -> Response:
-        path = "/" + request.scope["path"].lstrip("/")  # two slashes would lead to another host
-        rest = urlencode([item for item in request.query_params.multi_items() if item[0] != "token"])
-        response = RedirectResponse(f"{path}?{rest}" if rest else path, status_code=303, headers=PAGE_HEADERS)
-        encrypted = request.scope["scheme"] == "https"
-        response.set_cookie(self._cookie, self._cookie_value, httponly=True, samesite="lax", secure=encrypted)
-        return response
 
     def _refusal(self, request: Request, reason: str) -> Response:
         why = _REASONS[reason]

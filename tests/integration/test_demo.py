@@ -43,7 +43,7 @@ def test_it_learns_to_read_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert figures["collectives"] == "231, 0 failed"
     assert {"steps/s", "payload", "all_reduce p50", "all_reduce p99", "slowest rank"} <= set(figures)
     assert "curl -H 'Authorization: Bearer " in ended.output
-    assert "?token=" in ended.output
+    assert "#token=" in ended.output
     assert {path.name for path in (tmp_path / "flight").iterdir()} == {"rank_0", "rank_1"}
     if has("analyser"):
         assert "all recorded collectives match, no rank is missing" in ended.output

@@ -100,7 +100,8 @@ def test_a_profile_has_what_other_threads_did(client: httpx.Client) -> None:
 
 def test_a_browser_cannot_be_led_to_act(client: httpx.Client, server: observability.Server) -> None:
     with httpx.Client(base_url=server.url, trust_env=False) as browser:
-        browser.get(f"/?token={server.token}")
+        page_token = client.get("/page-token").json()["token"]
+        browser.headers["Authorization"] = f"Bearer {page_token}"
         assert browser.get("/livez").status_code == 200, "it is signed in"
         for path in ("/acts/dump", "/handler/ping", "/job/gather"):
             assert browser.post(path, json={}).status_code == 401

@@ -77,7 +77,7 @@ def plane() -> Iterator[Plane]:
     yield from serve(Metrics(), FlightRecorder())
 
 
-PATHS = ["/metrics", "/healthz", "/groups", "/works", "/flight_recorder", "/trace", "/summary", "/"]
+PATHS = ["/metrics", "/healthz", "/groups", "/works", "/flight_recorder", "/trace", "/summary"]
 
 
 @pytest.fixture
@@ -174,40 +174,43 @@ def test_who_does_not_know_the_token_gets_nothing(stranger: httpx.Client, path: 
         assert "dist2_" not in refused.text
 
 
-@pytest.mark.parametrize(
-    ("link", "there"),
-    [
-        ("/?token={}", "/"),
-        ("/works?limit=3&token={}", "/works?limit=3"),
-        ("//example.org/?token={}", "/example.org/"),
-    ],
-)
-def test_a_link_with_the_token_signs_a_browser_in(
-    stranger: httpx.Client, plane: Plane, link: str, there: str
-) -> None:
-    url = f"http://127.0.0.1:{plane.port}{link}"
-    assert stranger.get(url.format(TOKEN + "2")).status_code == 401
-    sent_on = stranger.get(url.format(TOKEN))
-    assert (sent_on.status_code, sent_on.headers["location"]) == (303, there)
-
-
-def test_a_browser_trades_the_token_for_a_cookie(plane: Plane, stranger: httpx.Client) -> None:
-    sent_on = stranger.get(f"/?token={TOKEN}")
-    cookie = sent_on.headers["set-cookie"]
-    assert "HttpOnly" in cookie
-    assert "SameSite=lax" in cookie
-    assert TOKEN not in cookie
-    page = stranger.get("/")  # the client keeps cookies
+def test_the_page_is_empty_without_the_token(stranger: httpx.Client) -> None:
+    page = stranger.get("/")
     assert page.status_code == 200
     assert "<title>dist2</title>" in page.text
-    assert stranger.get("/metrics").status_code == 200
-    assert stranger.post("/metrics").status_code == 401, "a cookie is good for reading only"
-    assert plane.client.post("/metrics").status_code == 405
+    assert stranger.get("/session.js").status_code == 200
+    for path in ("/", "/session.js"):
+        assert stranger.post(path).status_code == 401
+
+
+def test_a_page_trades_the_token_for_one_that_is_good_here_for_reading_only(
+    plane: Plane, stranger: httpx.Client
+) -> None:
+    signed_in = plane.client.get("/page-token")
+    assert "set-cookie" not in signed_in.headers, "a browser sends cookies to all ports of a host"
+    of_page = {"Authorization": f"Bearer {signed_in.json()['token']}"}
+    assert TOKEN not in of_page["Authorization"]
+    assert stranger.get("/metrics", headers=of_page).status_code == 200
+    assert stranger.post("/acts/dump", headers=of_page).status_code == 401
+    assert stranger.get("/page-token", headers=of_page).status_code == 401
+    for other in serve(Metrics(), FlightRecorder()):
+        url = f"http://127.0.0.1:{other.port}/metrics"
+        assert stranger.get(url, headers=of_page).status_code == 401
+
+
+def test_no_request_is_signed_in_by_its_query_or_a_cookie(plane: Plane, stranger: httpx.Client) -> None:
+    linked = stranger.get(f"/metrics?token={TOKEN}")
+    assert (linked.status_code, linked.headers.get("set-cookie")) == (401, None)
+    page_token = plane.client.get("/page-token").json()["token"]
+    for value in (TOKEN, page_token):
+        cookies = {"Cookie": f"dist2_{plane.port}={value}"}
+        assert stranger.get("/metrics", headers=cookies).status_code == 401
 
 
 def test_a_refusal_says_what_to_send(stranger: httpx.Client) -> None:
-    assert "Server.page_url" in stranger.get("/").json()["reason"]
-    assert "DIST2_SECRET" in stranger.get("/?token=wrong").json()["reason"]
+    assert "Server.page_url" in stranger.get("/job").json()["reason"]
+    wrong = {"Authorization": "Bearer wrong"}
+    assert "DIST2_SECRET" in stranger.get("/job", headers=wrong).json()["reason"]
 
 
 def test_the_page_needs_nothing_from_elsewhere(plane: Plane) -> None:
@@ -479,7 +482,7 @@ def test_tokens_are_random_and_several_servers_may_run() -> None:
         assert len(first.token) >= 32
         assert second.token == "chosen"
         assert first.url != second.url
-        assert second.page_url == f"{second.url}/?token=chosen"
+        assert second.page_url == f"{second.url}/#token=chosen"
         assert observability.read_metrics(second.url, "chosen").value("dist2_build_info") == 1
 
 

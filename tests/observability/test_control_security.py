@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 import ssl
+import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.error import HTTPError
 
+import attrs
 import httpx
 import pytest
+from click.testing import CliRunner
 from support import certificates
 from support.captured_logs import logged, refusals_in
+from support.time_limits import in_time
 
 import dist2
 import observability
+from dist2.cli.app import cli
 from dist2.errors import InvalidUsageError
+from dist2.runtime.other_process import Process
 from dist2.security.refusals import refusals
+from observability import token_files
 from observability.group_status import GroupStatusRegistry
 from observability.metrics import instrument as metrics
 from observability.server import Server, serving
@@ -165,7 +175,6 @@ def test_with_certificates_it_is_encrypted(encrypted: tuple[Server, ssl.SSLConte
     with httpx.Client(base_url=server.url, trust_env=False, verify=trusting) as browser:
         assert browser.get("/metrics").status_code == 401
         assert ask(browser, f"Bearer {server.token}").status_code == 200
-        assert "Secure" in browser.get(f"/?token={server.token}").headers["set-cookie"]
 
 
 def test_who_does_not_speak_tls_gets_nothing(encrypted: tuple[Server, ssl.SSLContext]) -> None:
@@ -255,3 +264,88 @@ def test_a_client_is_answered_however_many_strangers_are_connected(server: Serve
     finally:
         for sock in strangers:
             sock.close()
+
+
+# Readers that know the token
+
+
+def probe(server: Server) -> None:
+    began = time.monotonic()
+    assert b'"status"' in observability.fetch(f"{server.url}/healthz", timeout_s=20)
+    in_time(time.monotonic() - began, 1.0)
+
+
+def test_slow_readers_do_not_hold_up_probes(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dumps are made beside the thread that answers probes."""
+    made, enough = [], threading.Event()
+
+    def encode(*_: object) -> bytes:
+        made.append(1)
+        assert enough.wait(30)
+        return b"x" * (16 << 20)
+
+    monkeypatch.setattr("observability.server.app.encode", encode)
+    bears = f"Host: a\r\nAuthorization: Bearer {server.token}\r\n\r\n"
+    request = f"GET /flight_recorder HTTP/1.1\r\n{bears}"
+    readers = [connect(server, request.encode()) for _ in range(30)]
+    try:
+        probe(server)
+        enough.set()
+        answers = [reader.recv(15) for reader in readers]  # and no more
+        assert answers == [b"HTTP/1.1 200 OK"] * 30
+        probe(server)
+        assert len(made) < 5, "one dump is for all that wait for it"
+    finally:
+        enough.set()
+        for reader in readers:
+            reader.close()
+
+
+# Commands of the same user
+
+
+def test_commands_find_the_token_of_a_job_of_their_user(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / f"dist2-{os.getuid()}"
+    with observability.start(announce=False) as server:
+        (file,) = folder.iterdir()
+        assert (folder.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
+        for url in (server.url, f"{server.url}/", server.url.replace("127.0.0.1", "localhost")):
+            asked = CliRunner().invoke(cli, ["why", url])
+            assert (asked.exit_code, asked.stderr) == (0, ""), asked.output
+        for secret in (["--token", server.token, server.url], [server.page_url]):
+            asked = CliRunner().invoke(cli, ["why", *secret])
+            assert asked.exit_code == 0
+            assert "can see in ps" in asked.stderr
+        file.chmod(0o644)
+        assert token_files.token_at(server.url) is None, "another user may have changed it"
+        file.chmod(0o600)
+        held = json.loads(file.read_text())
+        process = attrs.evolve(Process.here(), started=1)
+        file.write_text(json.dumps({**held, "process": process.text}))
+        assert token_files.token_at(server.url) is None, "another process may listen there by now"
+        with observability.start(announce=False):
+            assert not file.exists(), "it is of a process that has ended"
+    assert not folder.exists()
+
+
+def test_no_token_is_written_where_another_user_may_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / f"dist2-{os.getuid()}"
+    folder.mkdir(mode=0o755)
+    with observability.start(announce=False) as server:
+        assert list(folder.iterdir()) == []
+        assert token_files.token_at(server.url) is None
+        monkeypatch.setenv("DIST2_CONTROL_TOKEN", server.token)
+        asked = CliRunner().invoke(cli, ["why", server.url])
+        assert (asked.exit_code, asked.stderr) == (0, ""), asked.output
+        with observability.start(announce=False) as second:
+            assert second.token == server.token
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    with observability.start(announce=False):
+        assert list(tmp_path.iterdir()) == [folder]

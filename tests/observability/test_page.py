@@ -68,7 +68,7 @@ UNNAMED = """() => {
 
 FIRST_OF_MANY = """async () => {
   const { showJob } = await import("/job.js");
-  const job = await (await fetch("/job")).json(), [one] = job.ranks;
+  const { get } = await import("/session.js"), job = await get("/job"), [one] = job.ranks;
   const rank = number => ({ ...one, rank: number, state: number === 18 ? "waited for" : "waiting" });
   showJob({ ...job, ranks: Array.from({ length: 20 }, (_, number) => rank(number)) }, 0, () => {}, () => {});
   return document.querySelector("#grid tbody button").ariaLabel;
@@ -77,7 +77,7 @@ FIRST_OF_MANY = """async () => {
 
 BROKEN_IN_TWO_GROUPS = """async () => {
   const { showJob } = await import("/job.js");
-  const job = await (await fetch("/job")).json(), [one] = job.ranks;
+  const { get } = await import("/session.js"), job = await get("/job"), [one] = job.ranks;
   const group = (uid, begun, state) => {
     return { ...one.groups[0], uid, name: uid, begun, state, last: { op: "barrier", seq: begun } };
   };
@@ -258,12 +258,27 @@ def check_broken_link(page: Page, troubles: list[str]) -> None:
     see(page, "#link", "live")
 
 
+def check_signed_in(page: Page, job: Job) -> None:
+    """The tab stays signed in, without a cookie or the token in its address; another tab does not."""
+    assert page.context.cookies() == []
+    assert "token" not in page.url
+    with page.expect_download() as saved:
+        page.locator("#files").get_by_role("button", name="Flight recorder of the asked rank").click()
+    assert saved.value.suggested_filename == "flight_0"
+    assert page.context.browser is not None
+    other = page.context.browser.new_page()
+    other.goto(job.url.partition("#")[0])
+    see(other, "#lost", "This tab is not signed in")
+    other.close()
+
+
 @pytest.mark.slow
 def test_the_page_shows_a_run_a_hang_and_its_end(browser: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_plane, "EVERY_S", 0.5)
     with running() as job, browsing(job.url, browser) as (page, troubles):
         check_run(page)
         check_keyboard(page)
+        check_signed_in(page, job)
         job.hang.set()
         check_hang(page)
         job.time_out.set()

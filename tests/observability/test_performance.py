@@ -138,7 +138,7 @@ def test_one_trace_has_all_ranks_with_what_they_waited_for(tmp_path: Path) -> No
         with pytest.raises(HTTPError, match="400"):
             known.ask(1, "/trace?seconds=soon")
         path = tmp_path / "job.json"
-        url = f"{known.servers[1].url}/?token={TOKEN}"
+        url = f"{known.servers[1].url}/#token={TOKEN}"
         done = CliRunner().invoke(trace_command, ["-o", str(path), url])
         assert done.exit_code == 0, done.output
         assert "2 ranks, clocks right within 0 us" in done.output
@@ -184,7 +184,7 @@ def test_a_trace_with_parts_is_of_the_next_seconds(tmp_path: Path) -> None:
             pg.all_reduce(over)
 
     def write() -> None:
-        url = f"{known.servers[1].url}/?token={TOKEN}"
+        url = f"{known.servers[1].url}/#token={TOKEN}"
         done = CliRunner().invoke(trace_command, ["--parts", "--seconds", "1", "-o", str(path), url])
         assert done.exit_code == 0, done.output
         refused = Asker().ask  # the act has its limits

@@ -329,7 +329,7 @@ def test_the_culprit_is_named(situation: Situation, tmp_path: Path) -> None:
             assert found["culprits"] == list(situation.culprits), verdict
             assert found["took_s"] < WITHIN_S
             said = CliRunner().invoke(
-                cli, ["why", f"{url}/?token={token}", "--after", "0.2", "--limit", "0.5"]
+                cli, ["why", f"{url}/#token={token}", "--after", "0.2", "--limit", "0.5"]
             )
             assert said.exit_code == 1, said.output
             assert all(words in said.output for words in situation.words), said.output

@@ -155,8 +155,10 @@ function showState(job, look) {
     return button;
   });
   const links = [["/desync", "Diagnosis"], ["/trace?seconds=60", "Trace of the last minute"], ["/flight_recorder", "Flight recorder"]].map(([path, text]) => {
-    const link = document.createElement("a");
-    link.href = path;
+    const link = document.createElement("button");
+    link.type = "button";
+    link.className = "link";
+    link.dataset.path = path;
     link.textContent = text;
     return link;
   });

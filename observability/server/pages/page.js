@@ -5,18 +5,12 @@ import { showHistory } from "./charts.js";
 import { duration, plural } from "./format.js";
 import { showJob } from "./job.js";
 import { forget, showProcess } from "./process.js";
+import { events, get, open } from "./session.js";
 import { $, list, setText, table } from "./table.js";
 
 const POLL_MS = 1000, SLOW_MS = 5000, QUIET_MS = 6000, DEAD_MS = 30000;
 let stream = null, chosen = null, asked = null, job = null, past = null, lastHeard = 0, streamHeard = 0, patience = QUIET_MS;
 let polling = false, op = "all";
-
-async function get(path, limit = 8000) {
-  const answer = await fetch(path, { signal: AbortSignal.timeout(limit), cache: "no-store" });
-  if (answer.status === 401) throw new Error("This browser is no longer signed in: open the link with the token again.");
-  if (!answer.ok) throw new Error((await answer.json()).reason ?? `The control plane answered ${answer.status}.`);
-  return answer.json();
-}
 
 // The link to the server: live, polling or stale.
 
@@ -53,23 +47,27 @@ function takeSummary(now, how) {
   if (chosen === null || chosen === now.identity.rank || now.identity.rank === null) showProcess(now);
 }
 
-function listen() {
+async function listen() {
   if (stream || document.hidden) return;
-  stream = new EventSource("/events");
+  const mine = stream = new AbortController();
   streamHeard = Date.now();
-  stream.addEventListener("summary", event => { streamHeard = Date.now(); takeSummary(JSON.parse(event.data), "live"); });
-  stream.addEventListener("job", event => { polling = false; takeJob(JSON.parse(event.data), "live"); });
-  stream.addEventListener("error", () => { polling = true; });
+  try {
+    for await (const [name, now] of events("/events", mine.signal)) {
+      streamHeard = Date.now();
+      if (name === "summary") takeSummary(now, "live");
+      else { polling = false; takeJob(now, "live"); }
+    }
+  } catch { /* the page polls */ }
+  if (stream === mine) { stream = null; polling = true; }
 }
 
 function hangUp() {
-  stream?.close();
+  stream?.abort();
   stream = null;
 }
 
-// The browser opens a broken stream again by itself, but neither one that was refused nor one that is silent.
 function renew() {
-  if (stream?.readyState === EventSource.CLOSED || Date.now() - streamHeard > DEAD_MS + patience) hangUp();
+  if (Date.now() - streamHeard > DEAD_MS + patience) hangUp();
   listen();
 }
 
@@ -131,7 +129,7 @@ function showRanks(now) {
 
 function name() {
   for (const node of document.querySelectorAll(".shown")) setText(node, `of rank ${chosen}`);
-  $("trace-of-rank").href = `/trace?seconds=60&rank=${chosen}`;
+  $("trace-of-rank").dataset.path = `/trace?seconds=60&rank=${chosen}`;
   $("rank").value = String(chosen);
 }
 
@@ -167,6 +165,10 @@ async function look(rank) {
   }
 }
 
+document.addEventListener("click", event => {
+  const path = event.target.closest("[data-path]")?.dataset.path;
+  if (path) open(path).then(() => setText($("files-note"), ""), error => setText($("files-note"), error.message));
+});
 $("read-stacks").addEventListener("click", () => look(chosen));
 $("rank").addEventListener("change", event => choose(Number(event.target.value)));
 $("op").addEventListener("change", event => { op = event.target.value; if (past) showHistory(past, op); });
