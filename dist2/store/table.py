@@ -1,4 +1,8 @@
-"""The content of a store, in memory: keys with values, and queues. Pure; callers bring locks and waiting."""
+"""The content of a store, in memory: keys with values, and queues. Pure; callers bring locks and waiting.
+
+Signal handlers may interrupt a method, and change the table by another one, wherever a function begins or has
+returned. So no function is called between the reading of a value and the change that depends on it.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +45,7 @@ class Table:
 
     def __contains__(self, key: bytes) -> bool:
         """Whether a wait for the key ends: it has a value, or a queue of that name has an item."""
-        return key in self._values or key in self._queues
+        return key in self._values or bool(self._queues.get(key))
 
     def keys(self) -> tuple[bytes, ...]:
         """The names of all keys."""
@@ -61,13 +65,13 @@ class Table:
         A missing key is set only when ``expected`` is empty, and otherwise reported as ``expected``, as in
         torch.
         """
-        held = self._values.get(key)
-        if held is None and expected:
+        values = self._values
+        if key not in values and expected:
             return expected
-        if held is None or held == expected:
-            self._values[key] = desired
+        if key not in values or values[key] == expected:
+            values[key] = desired
             return desired
-        return held
+        return values[key]
 
     def add(self, key: bytes, amount: int) -> int:
         """Add to a counter, which starts at 0; return its new value.
@@ -75,13 +79,18 @@ class Table:
         Raises:
             InvalidUsageError: The key holds no integer, or the sum does not fit 64 bits.
         """
-        total = counted(key, self._values.get(key, b"0"), amount)
-        self._values[key] = b"%d" % total
-        return total
+        values = self._values
+        while True:
+            held = values.get(key)
+            total = counted(key, b"0" if held is None else held, amount)
+            if (values[key] if key in values else None) is held:  # noqa: SIM401 - `get` is a function
+                values[key] = b"%d" % total
+                return total
 
     def append(self, key: bytes, value: bytes) -> None:
         """Lengthen a value, which starts empty."""
-        self._values[key] = self._values.get(key, b"") + value
+        values = self._values
+        values[key] = values[key] + value if key in values else value
 
     def delete(self, key: bytes) -> bool:
         """Remove a key; return whether there was one. Queues stay, as in torch."""
@@ -94,7 +103,7 @@ class Table:
     def pop(self, key: bytes) -> bytes | None:
         """Take the first item of a queue; None where it is empty."""
         queue = self._queues.get(key)
-        if queue is None:
+        if not queue:  # an empty one remains if a signal handler raised below, or in `push`
             return None
         item = queue.popleft()
         if not queue:
