@@ -9,6 +9,10 @@ the records that others have appended since its last step, and appends its own w
 without a lock, or a crash, sees whole records and at most one unfinished end, which the next writer
 truncates. The file may be removed, or replaced by a new one, while a process waits for the lock: the link
 count tells.
+
+Signal handlers run wherever a function begins or has returned, also inside a step. If one raises, the lock is
+released, and the next step replays the records whose replay was cut off: `_position` moves last. If one uses
+the store, it releases the lock of the step that it interrupted, which then starts again (`_turn` tells).
 """
 
 from __future__ import annotations
@@ -100,10 +104,15 @@ def _string_end(data: bytes, at: int) -> int | None:
 # The file as a log with many writers
 
 
+Records = bytes
+"""Records that a step adds, encoded one after the other."""
+
+
 class SharedLog:
     """The keys of a file that several processes change.
 
-    A step given to `read` or `update` runs under the file's lock, with `values` up to date.
+    A step given to `read` or `update` runs under the file's lock, with `values` up to date. It changes
+    nothing, and may run twice.
 
     Attributes:
         path: The file, as given.
@@ -118,18 +127,19 @@ class SharedLog:
         self._descriptor = -1
         self._opened = False
         self._lock = threading.RLock()
+        self._turn = 0
 
     def read(self, step: Callable[[], _T], deadline: Deadline) -> _T:
-        """Run a step that only reads; others may read at the same time.
+        """Run a step that only reads, and return its result; others may read at the same time.
 
         Raises:
             StoreError: The file was removed or replaced, or cannot be read.
             StoreTimeoutError: Other processes kept it locked.
         """
-        return self._locked(fcntl.LOCK_SH, step, deadline)
+        return self._locked(fcntl.LOCK_SH, lambda: (b"", step()), deadline)
 
-    def update(self, step: Callable[[], _T], deadline: Deadline) -> _T:
-        """Run a step that may `write`, alone. The first one makes the file if it is not there.
+    def update(self, step: Callable[[], tuple[Records, _T]], deadline: Deadline) -> _T:
+        """Run a step alone, add its records, and return its result. The first one makes the file.
 
         Raises:
             StoreError: The file was removed or replaced, or cannot be written.
@@ -137,25 +147,14 @@ class SharedLog:
         """
         return self._locked(fcntl.LOCK_EX, step, deadline)
 
-    def write(self, key: bytes, value: bytes) -> None:
-        """In an `update`: give a key a value."""
-        self._append(encode_record(key, value))
-        self.values[key] = value
-
-    def write_record(self, record: bytes) -> None:
-        """In an `update`: add a record."""
-        self._append(record)
-        replay(record, self.values)
-
-    def increase(self, key: bytes, amount: int) -> int:
-        """In an `update`: add to a counter; return its new value.
+    def increased(self, key: bytes, amount: int) -> tuple[Records, int]:
+        """In an `update`: return the record of a counter after an addition, and its new value.
 
         Raises:
             InvalidUsageError: The key holds no integer, or the sum does not fit 64 bits.
         """
         total = counted(key, self.values.get(key, b"0"), amount)
-        self.write(key, b"%d" % total)
-        return total
+        return encode_record(key, b"%d" % total), total
 
     def remove(self) -> None:
         """In an `update`: remove the file. Processes that wait for its lock will notice."""
@@ -177,30 +176,40 @@ class SharedLog:
         self._lock = threading.RLock()
         self.close()
 
-    def _append(self, data: bytes) -> None:
-        # One write, so that a reader without locks, or a crash, sees all of it or an unfinished end.
-        written = os.pwrite(self._descriptor, data, self._position)
-        if written != len(data):
-            os.ftruncate(self._descriptor, self._position)
-            raise StoreError(
-                f"FileStore {self.path!r}: wrote {written} of {len(data)} bytes; is the disk full?"
-            )
-        self._position += written
+    def _locked(self, kind: int, step: Callable[[], tuple[Records, _T]], deadline: Deadline) -> _T:
+        with self._lock:
+            try:
+                return self._run(kind, step, deadline)
+            except StoreError:  # a timeout is an OSError as well
+                raise
+            except OSError as error:
+                if error.errno is None:  # a signal handler's own
+                    raise
+                raise StoreError(f"FileStore {self.path!r}: {error.strerror or error}") from error
+            finally:
+                # Covers the lock's acquisition as well: a handler may raise as soon as it is taken.
+                if self._descriptor >= 0:
+                    fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
-    def _locked(self, kind: int, step: Callable[[], _T], deadline: Deadline) -> _T:
-        try:
-            with self._lock:
-                self._take_lock(kind, deadline)
-                try:
-                    self._catch_up(kind)
-                    return step()
-                finally:
-                    if self._descriptor >= 0:
-                        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-        except StoreError:  # a timeout is an OSError as well
-            raise
-        except OSError as error:
-            raise StoreError(f"FileStore {self.path!r}: {error.strerror or error}") from error
+    def _run(self, kind: int, step: Callable[[], tuple[Records, _T]], deadline: Deadline) -> _T:
+        while True:
+            self._turn += 1
+            turn = self._turn
+            self._take_lock(kind, deadline)
+            self._catch_up(kind, turn)
+            records, result = step()
+            # No signal handler runs between this comparison and the write.
+            if self._turn == turn:
+                if records:
+                    # One write, so that a reader without locks, or a crash, sees all or an unfinished end.
+                    written = os.pwrite(self._descriptor, records, self._position)
+                    if written != len(records):
+                        self._catch_up(kind, turn)  # truncates the file
+                        raise StoreError(
+                            f"FileStore {self.path!r}: wrote {written} of {len(records)} bytes; "
+                            "is the disk full?"
+                        )
+                return result  # the next step replays the records
 
     def _take_lock(self, kind: int, deadline: Deadline) -> None:
         for _ in deadline.tries(*_LOCK_PAUSES_S):
@@ -231,18 +240,20 @@ class SharedLog:
         self.close()
         return False
 
-    def _catch_up(self, kind: int) -> None:
+    def _catch_up(self, kind: int, turn: int) -> None:
+        position = self._position
         size = os.fstat(self._descriptor).st_size
-        data = os.pread(self._descriptor, size - self._position, self._position)
-        if self._position == 0:
+        data = os.pread(self._descriptor, size - position, position)
+        if position == 0:
             try:
                 check_beginning(data)
             except StoreError as error:
                 raise StoreError(f"FileStore {self.path!r}: {error}") from None
-        self._position += replay(data, self.values)
-        if kind == fcntl.LOCK_EX and self._position < size:
+        end = position + replay(data, self.values)
+        if kind == fcntl.LOCK_EX and end < size and self._turn == turn:
             # A writer died in the middle of a record. The rest of it must not swallow the next one.
-            os.ftruncate(self._descriptor, self._position)
+            os.ftruncate(self._descriptor, end)
+        self._position = end
 
 
 # The store
@@ -286,7 +297,7 @@ class FileStore(Store):
         self._world_size = world_size
         log = SharedLog(file_name)
         try:
-            log.update(lambda: log.increase(REFERENCES, 1), self._deadline())
+            log.update(lambda: log.increased(REFERENCES, 1), self._deadline())
         except BaseException:
             log.close()
             raise
@@ -320,15 +331,16 @@ class FileStore(Store):
         finally:
             self._log.close()
 
-    def _count_out(self) -> None:
-        finished = self._log.increase(FINISHED, 1)
-        references = self._log.increase(REFERENCES, -1)
+    def _count_out(self) -> tuple[Records, None]:
+        finish, finished = self._log.increased(FINISHED, 1)
+        leave, references = self._log.increased(REFERENCES, -1)
         if references == 0 and 0 <= self._world_size <= finished:
             self._log.remove()
+        return finish + leave, None
 
     def _set(self, key: bytes, value: bytes) -> None:
         self._require_open()
-        self._log.update(lambda: self._log.write(SPACE + key, value), self._deadline())
+        self._log.update(lambda: (encode_record(SPACE + key, value), None), self._deadline())
 
     def _get(self, key: bytes, deadline: Deadline) -> bytes:
         found = self._poll((key,), deadline)
@@ -339,34 +351,31 @@ class FileStore(Store):
 
     def _add(self, key: bytes, amount: int) -> int:
         self._require_open()
-        return self._log.update(lambda: self._log.increase(SPACE + key, amount), self._deadline())
+        return self._log.update(lambda: self._log.increased(SPACE + key, amount), self._deadline())
 
     def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        def step() -> bytes:
+        def step() -> tuple[Records, bytes]:
             held = self._log.values.get(SPACE + key)
             if held is None and expected:
-                return expected  # as torch does, see `Table.compare_set`
+                return b"", expected  # as torch does, see `Table.compare_set`
             if held is not None and held != expected:
-                return held
-            self._log.write(SPACE + key, desired)
-            return desired
+                return b"", held
+            return encode_record(SPACE + key, desired), desired
 
         self._require_open()
         return self._log.update(step, self._deadline())
 
     def _append(self, key: bytes, value: bytes) -> None:
-        def step() -> None:
-            self._log.write(SPACE + key, self._log.values.get(SPACE + key, b"") + value)
+        def step() -> tuple[Records, None]:
+            return encode_record(SPACE + key, self._log.values.get(SPACE + key, b"") + value), None
 
         self._require_open()
         self._log.update(step, self._deadline())
 
     def _delete(self, key: bytes) -> bool:
-        def step() -> bool:
+        def step() -> tuple[Records, bool]:
             there = SPACE + key in self._log.values
-            if there:
-                self._log.write_record(encode_deletion(SPACE + key))
-            return there
+            return encode_deletion(SPACE + key) if there else b"", there
 
         self._require_open()
         return self._log.update(step, self._deadline())
