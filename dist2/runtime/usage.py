@@ -19,7 +19,7 @@ class Usage:
         self._closed: Counter[str] = Counter()
         self._again: Counter[str] = Counter()
         self._requests: Counter[str] = Counter()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may use a store while this thread counts
 
     def opened(self, plane: str) -> None:
         """Count a connection that was opened."""

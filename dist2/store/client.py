@@ -3,13 +3,20 @@
 All calls share one connection, in turn, so that a thread reads its own writes. A wait that does not end
 at once is *parked*: it keeps its connection, and the next call opens another one, which closes again when
 there are more than one. Before a connection is parked, the server has confirmed the writes on it.
+
+Theory of operation: a signal handler may raise wherever a function begins or has returned, and a second one
+during the clean-up of the first. So no clean-up is needed: a turn takes the shared connection out of
+`_working`, and only a completed exchange puts it back. An interrupted one just loses its connection, with
+answers that nobody has read; the next turn opens another. The lock is taken and released in one frame
+(`_in_turn`), since a handler may also raise between two frames of a context manager.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable
+from typing import TypeVar
 
 from dist2.errors import Dist2Error, StoreConnectionError, StoreError, StoreTimeoutError, WireError
 from dist2.runtime.config import DEFAULT_HEARTBEAT_S
@@ -21,6 +28,8 @@ from dist2.store import lifetime
 from dist2.store.address import Address
 from dist2.store.connection import Connection
 from dist2.store.protocol import Query, Reply, Request
+
+_T = TypeVar("_T")
 
 _PARK_AFTER_S = 0.005
 """How long a wait keeps others from the working connection, before they have to open one."""
@@ -59,15 +68,16 @@ class StoreClient:
         self._heartbeat_s = heartbeat_s
         # Reentrant, for signal handlers and destructors that interrupt this thread during a request.
         self._lock = threading.RLock()
-        self._taken = False
-        self._working: Connection | None = self._connect(deadline)
-        self._parked: set[Connection] = set()
+        self._connections: set[weakref.ref[Connection]] = set()
         self._broke = False
         self._unusable: Dist2Error | None = None
+        self._working: Connection | None = self._connect(deadline)
         lifetime.track_user(self)
 
     def _connect(self, deadline: Deadline) -> Connection:
-        return Connection.open(self.address, deadline, self._credentials, self._heartbeat_s)
+        connection = Connection.open(self.address, deadline, self._credentials, self._heartbeat_s)
+        self._connections.add(weakref.ref(connection, self._connections.discard))
+        return connection
 
     def ask(self, request: Request, deadline: Deadline) -> Reply:
         """Return the answer to a request that the server answers at once.
@@ -76,8 +86,13 @@ class StoreClient:
             StoreTimeoutError: It did not, within the deadline.
             StoreConnectionError: The connection is lost.
         """
-        with self._turn(deadline) as connection:
-            return connection.ask(request, deadline)
+
+        def exchange(connection: Connection) -> Reply:
+            reply = connection.ask(request, deadline)
+            self._working = connection
+            return reply
+
+        return self._in_turn(exchange, deadline)
 
     def wait(self, request: Request, deadline: Deadline) -> bool:
         """Return whether a WAIT or BARRIER was met before the deadline.
@@ -85,110 +100,105 @@ class StoreClient:
         Raises:
             StoreConnectionError: The connection is lost.
         """
-        with self._turn(deadline) as connection:
-            if connection.unsettled and request.query is Query.BARRIER:
-                connection.ask(Request(Query.PING), deadline)  # it counts, so it cannot be sent again below
-            connection.send(request, deadline)
-            if connection.receive(deadline.soon(_PARK_AFTER_S)) is not None:
-                return True
-            if connection.unsettled:
-                if connection.cancel(deadline.stretched()):
-                    return True
-                connection.send(request, deadline)
-            self._parked.add(connection)
-            if self._working is connection:
-                self._working = None
+        parked = self._in_turn(lambda connection: self._begin_wait(connection, request, deadline), deadline)
+        if parked is None:
+            return True
         try:
-            met = connection.receive(deadline) is not None or connection.cancel(deadline.stretched())
+            met = parked.receive(deadline) is not None or parked.cancel(deadline.stretched())
         except StoreTimeoutError:  # no answer to the cancellation either
-            self._unpark(connection, keep=False)
+            parked.close()
             return False
         except BaseException as error:
-            self._unpark(connection, keep=False)
+            parked.close()
             self._note(error)
             raise
-        self._unpark(connection, keep=True)
+        if self._working is None:
+            self._working = parked
+            self._drop_if_unusable()
+        else:
+            parked.close()
         return met
+
+    def _begin_wait(self, connection: Connection, request: Request, deadline: Deadline) -> Connection | None:
+        """Return None if the wait was met at once, else the connection, on which it goes on."""
+        if connection.unsettled and request.query is Query.BARRIER:
+            connection.ask(Request(Query.PING), deadline)  # it counts, so it cannot be sent again below
+        connection.send(request, deadline)
+        if connection.receive(deadline.soon(_PARK_AFTER_S)) is None:
+            if not connection.unsettled:
+                return connection
+            if not connection.cancel(deadline.stretched()):
+                connection.send(request, deadline)
+                return connection
+        self._working = connection
+        return None
 
     def close(self) -> None:
         """End all connections; threads that wait on one get a `StoreError`."""
         self._unusable = self._unusable or StoreError(f"the store at {self.address} is closed")
-        for connection in (self._working, *tuple(self._parked)):
+        for each in tuple(self._connections):
+            connection = each()
             if connection is not None:
                 connection.shut()
-        # Its user was just woken. A destructor may run while this very thread holds the lock.
-        with lock_with_timeout(self._lock, _LET_GO_S) as mine:
-            if mine and not self._taken:
-                self._drop_working()
+        # Users of the others were just woken, and close them.
+        with lock_with_timeout(self._lock, _LET_GO_S):
+            self._drop_if_unusable()
 
     def abandon(self) -> None:
         """In a forked child: close inherited descriptors, without a word to the server."""
         self._unusable = StoreError(
             f"the store at {self.address} was opened by the parent process: open another after fork"
         )
-        for connection in (self._working, *self._parked):
+        for each in tuple(self._connections):
+            connection = each()
             if connection is not None:
                 connection.close()
         self._working = None
-        self._parked.clear()
         self._lock = threading.RLock()
 
-    @contextmanager
-    def _turn(self, deadline: Deadline) -> Iterator[Connection]:
-        """Have the working connection to oneself."""
+    def _in_turn(self, exchange: Callable[[Connection], _T], deadline: Deadline) -> _T:
+        """Run an exchange on a connection without others; it makes this the working one when it is complete.
+
+        A signal handler that interrupts an exchange of this thread gets another connection.
+        """
         self._require_usable()
-        with lock_with_timeout(self._lock, deadline.remaining_s()) as mine:
-            if not mine:
+        left_s = deadline.remaining_s()
+        limit_s = -1.0 if left_s is None else left_s
+        connection = None
+        try:
+            if not self._lock.acquire(timeout=limit_s):
                 raise StoreTimeoutError(
                     f"timeout after {deadline.milliseconds}ms: {self.address} answers another call"
                 )
-            with self._nested_turn(deadline) if self._taken else self._first_turn(deadline) as connection:
-                yield connection
-
-    @contextmanager
-    def _first_turn(self, deadline: Deadline) -> Iterator[Connection]:
-        self._taken = True
-        try:
-            if self._working is None:
-                self._working = self._connect(deadline)
-                if self._broke:
-                    self._broke = False
-                    usage.reconnected("store")
-            yield self._working
+            connection, self._working = self._working, None
+            if connection is None:
+                connection = self._reconnect(deadline)
+            return exchange(connection)
         except BaseException as error:
-            self._broke = self._working is not None
-            self._drop_working()
+            if connection is not None:
+                self._broke = True
+                connection.close()
             self._note(error)
             raise
         finally:
-            self._taken = False
-            if self._unusable is not None:
-                self._drop_working()
+            try:  # noqa: SIM105 - signal handlers could also run inside of `suppress`
+                self._lock.release()
+            except RuntimeError:
+                pass  # it was not acquired in time
+            self._drop_if_unusable()
 
-    @contextmanager
-    def _nested_turn(self, deadline: Deadline) -> Iterator[Connection]:
-        # The working connection is in the middle of an exchange of this same thread.
+    def _reconnect(self, deadline: Deadline) -> Connection:
         connection = self._connect(deadline)
-        try:
-            yield connection
-        finally:
-            if connection not in self._parked:
+        if self._broke:
+            self._broke = False
+            usage.reconnected("store")
+        return connection
+
+    def _drop_if_unusable(self) -> None:
+        if self._unusable is not None:
+            connection, self._working = self._working, None
+            if connection is not None:
                 connection.close()
-
-    def _unpark(self, connection: Connection, keep: bool) -> None:
-        """Make a parked connection the working one, if there is none and it is sound; else close it."""
-        self._parked.discard(connection)
-        if keep:
-            with lock_with_timeout(self._lock, 0) as mine:
-                if mine and self._working is None and self._unusable is None:
-                    self._working = connection
-                    return
-        connection.close()
-
-    def _drop_working(self) -> None:
-        if self._working is not None:
-            self._working.close()
-            self._working = None
 
     def _note(self, error: BaseException) -> None:
         """Remember that the server is gone; raise a better error where its last words give a reason."""

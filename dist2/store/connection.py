@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from dist2.errors import (
     AuthenticationError,
+    Dist2Error,
     StoreConnectionError,
     StoreConnectTimeoutError,
     StoreTimeoutError,
@@ -56,11 +57,12 @@ class Connection:
         self._decoder = ReplyDecoder()
         self._replies: deque[Reply] = deque()
         self.unsettled = False
-        self._open = True
         usage.opened("store")
         # A store that is dropped while a traceback refers to it ends in a cycle, and parts of a cycle
-        # are finalised in any order; this closes the socket first.
-        weakref.finalize(self, stream.close).atexit = False
+        # are finalised in any order; this closes the socket first. Nor need an interrupted clean-up do it.
+        self.close = weakref.finalize(self, _close, stream)
+        """Free the socket; no thread may be using it. May be called twice."""
+        self.close.atexit = False
 
     @classmethod
     def open(
@@ -85,6 +87,8 @@ class Connection:
             try:
                 return cls._attempt(address, deadline, credentials, heartbeat_s)
             except (OSError, StoreTimeoutError, EOFError) as error:
+                if _is_a_handlers(error):
+                    raise
                 failure = error
                 cut_off += isinstance(error, EOFError)
             if cut_off == _CUTS:
@@ -179,6 +183,8 @@ class Connection:
             except BlockingIOError:
                 self._await_writable(deadline)
             except OSError as error:
+                if _is_a_handlers(error):
+                    raise
                 self._hear_why()
                 raise self._lost(f"{error.strerror or error} while sending {len(data)} bytes") from error
 
@@ -230,6 +236,8 @@ class Connection:
             except BlockingIOError:
                 continue
             except OSError as error:
+                if _is_a_handlers(error):
+                    raise
                 raise self._lost(error.strerror or str(error)) from error
             if not data:
                 raise self._lost("Did the remote server shutdown or crash?")
@@ -265,18 +273,21 @@ class Connection:
         except OSError:  # it had ended
             return
 
-    def close(self) -> None:
-        """Free the socket; no thread may be using it."""
-        self._socket.close()
-        if self._open:
-            self._open = False
-            usage.closed("store")
-
     def _too_late(self, what: str, deadline: Deadline) -> StoreTimeoutError:
         return _too_late(what, deadline, self._address)
 
     def _lost(self, why: str) -> StoreConnectionError:
         return StoreConnectionError(f"Connection to the store at {self._address} was closed: {why}")
+
+
+def _is_a_handlers(error: Exception) -> bool:
+    """Whether a signal handler of the program raised it: errors of system calls have a number."""
+    return isinstance(error, OSError) and error.errno is None and not isinstance(error, Dist2Error)
+
+
+def _close(stream: Stream) -> None:
+    stream.close()
+    usage.closed("store")
 
 
 def _milliseconds(deadline: Deadline, at_most: int = _LONGEST_POLL_MS) -> int | None:

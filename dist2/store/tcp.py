@@ -269,9 +269,11 @@ class _Link:
             self._stores -= 1
             if self._stores:
                 return
-        self.client.close()
-        if self.lease is not None:
-            self.lease.give_back()
+        try:
+            self.client.close()
+        finally:
+            if self.lease is not None:
+                self.lease.give_back()
 
 
 def _lease(

@@ -80,7 +80,7 @@ class StoreServer:
         self._selector.register(self._doorbell, selectors.EVENT_READ)
         self._stopping = False
         self._retired = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may close a store while this thread does
         self._idle = threading.Event()
         self._idle.set()
         self._thread = threading.Thread(target=self._run, name=f"dist2-store-{self.port}", daemon=True)
@@ -119,7 +119,7 @@ class StoreServer:
     def abandon(self) -> None:
         """In a forked child: close the inherited descriptors, without sending anything."""
         self._stopping = True
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         inside = (*self._sessions, *(authenticator.stream for authenticator in self._authenticating))
         for connection in (self._listener, *inside):
             connection.close()
