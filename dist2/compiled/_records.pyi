@@ -192,6 +192,8 @@ class OperationRunner:
             are not recorded.
         plans: The group's plans.
         rank: The caller's rank in it.
+        natively_async: The backend returns before the end of an asynchronous operation, so no thread has to
+            run it.
 
     Attributes:
         issuing: Needed to queue asynchronous collectives, which `otherwise` runs until it is set, once: the
@@ -213,6 +215,7 @@ class OperationRunner:
         here: str | tuple[str, ...] | None,
         plans: PythonPlans,
         rank: int,
+        natively_async: bool,
     ) -> None: ...
     def run(
         self,

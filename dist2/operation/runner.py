@@ -122,6 +122,7 @@ class OperationRunner:
             here=LIBRARY_PATHS,
             plans=self.plans,
             rank=self.info.rank,
+            natively_async=self.backend.natively_async,
         )
         self.in_c = in_c
         self.run = in_c.run  # type: ignore[method-assign, assignment]  # replaces the method

@@ -21,6 +21,17 @@ TENSOR_EXCHANGE: object = getattr(torch.Tensor, "__dlpack_c_exchange_api__", Non
 OPTIONS_NAME_THE_GROUP: bool = hasattr(_c10d.Backend.Options, "global_ranks_in_group")
 """Whether ``Backend.Options`` have the group's name and its global ranks."""
 
+
+def _handle_by_object(index: int) -> int:
+    handle: int = torch.cuda.current_stream(index).cuda_stream
+    return handle
+
+
+current_stream_handle: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", _handle_by_object
+)
+"""Returns the handle of a GPU's current stream in this thread, without an object for it if possible."""
+
 STORES_CLONE: bool = hasattr(_c10d.Store, "clone")
 """Whether stores can be cloned: otherwise a timeout is set for all users of the store."""
 

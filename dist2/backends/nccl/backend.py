@@ -46,6 +46,9 @@ class NcclBackend(Controlled):
         library: NCCL.
         meet: Makes the communicators; by default the members meet anew.
         parent: The backend of the group that this one is made from.
+
+    Attributes:
+        owns: Tells whether the device takes a tensor; the control group takes the others.
     """
 
     natively_async = True
@@ -66,6 +69,7 @@ class NcclBackend(Controlled):
         self.frees_tensors = device.blocks
         self._options = options
         self._device = device
+        self.owns = device.owns
         self._library = library
         self._operations = Operations(self.rank, self.world_size)
         self._launcher = Launcher(spec.info, options, control.outside, device, library, meet)
@@ -102,10 +106,6 @@ class NcclBackend(Controlled):
             return self._launcher.launch(steps, operation, inputs, outputs)
 
         return execute
-
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether the device takes a tensor; the control group takes the others."""
-        return self._device.owns(tensor)
 
     def bound(self, job: Job) -> Job:
         """Have a job run on the caller's current stream."""
@@ -192,13 +192,12 @@ class _Routed:
     ) -> Future[None] | Helped | None:
         """See `Execute`."""
         backend = self._backend
-        tensors = [*inputs, *outputs]
-        owned = [backend.owns(each) for each in tensors]
-        if all(owned):
+        tensors = inputs if outputs is inputs else (*inputs, *outputs)
+        if all(map(backend.owns, tensors)):
             if self._on_device is None:
                 self._on_device = backend.on_device(self._signature)
             return self._on_device(operation, inputs, outputs)
-        if any(owned) or not all(each.is_cpu for each in tensors):
+        if any(map(backend.owns, tensors)) or not all(each.is_cpu for each in tensors):
             devices = ", ".join(sorted({str(each.device) for each in tensors}))
             raise InvalidUsageError(
                 f"tensors of one operation must all be on the group's device or all on the CPU, got {devices}"

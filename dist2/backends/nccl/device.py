@@ -16,11 +16,17 @@ from typing import Any, ClassVar
 
 import torch
 
+from dist2.runtime.cache import keep
+from dist2.runtime.torch_versions import current_stream_handle
+
 _RUNTIMES = (("libcudart.so.13", "cuda"), ("libcudart.so.12", "cuda"), ("libamdhip64.so", "hip"))
 """The runtime that torch has loaded, and how its functions begin."""
 _RELAXED = 2
 _MOST_EVENTS = 1024
 """Events that are kept: about as many operations can wait on a stream before a launch blocks."""
+
+_MOST_STREAMS = 64
+"""Streams whose objects are kept: torch takes several times as long to make one as to tell its handle."""
 
 Stream = Any
 """A stream of the device; opaque but for `Device.handle`."""
@@ -128,6 +134,7 @@ class CudaDevice(Device):
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.torch_device = torch.device("cuda", index)
+        self._streams: dict[int, Stream] = {}
         self._events: list[Event] = []  # to free one, torch lets another thread have the interpreter
 
     def owns(self, tensor: torch.Tensor) -> bool:
@@ -137,7 +144,12 @@ class CudaDevice(Device):
         return torch.cuda.device(self.torch_device)
 
     def current(self) -> Stream:
-        return torch.cuda.current_stream(self.torch_device.index)
+        handle = current_stream_handle(self.torch_device.index)
+        stream = self._streams.get(handle)
+        if stream is None:
+            stream = torch.cuda.current_stream(self.torch_device.index)
+            keep(self._streams, handle, stream, _MOST_STREAMS)
+        return stream
 
     def new_stream(self) -> Stream:
         return torch.cuda.Stream(self.torch_device)

@@ -59,9 +59,9 @@ class Launch:
 
     def source(self, tensor: Tensor) -> Tensor:
         """Return the elements of a tensor in row-major order, to be read."""
+        if is_plain(tensor):
+            return _flat(tensor)
         plain = tensor.detach()
-        if is_plain(plain):
-            return flattened(plain)
         copy = self.scratch(plain.numel(), plain.dtype)
         self.run(lambda: copy.view(plain.shape).copy_(plain))
         return copy
@@ -73,9 +73,9 @@ class Launch:
             tensor: Overwritten.
             loaded: The operation reads it as well.
         """
+        if is_plain(tensor):
+            return _flat(tensor)
         plain = tensor.detach()
-        if is_plain(plain):
-            return flattened(plain)
         copy = self.scratch(plain.numel(), plain.dtype)
         if loaded:
             self.run(lambda: copy.view(plain.shape).copy_(plain))
@@ -162,6 +162,13 @@ class Launch:
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor's memory holds its values one after the other."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return plain memory as one dimension, outside autograd unless it is that already."""
+    if tensor.dim() == 1 and not tensor.requires_grad and tensor.stride(0) == 1:
+        return tensor
+    return flattened(tensor.detach())
 
 
 def _viewed(flat: Tensor, how: Arithmetic) -> Tensor:

@@ -27,7 +27,7 @@ from dist2.backends.nccl.library import Library
 from dist2.backends.nccl.meeting import Communicators, Meeting
 from dist2.backends.nccl.operations import Steps
 from dist2.backends.nccl.options import NcclOptions
-from dist2.backends.nccl.ticket import Health, Span, Ticket
+from dist2.backends.nccl.ticket import Health, Ticket
 from dist2.backends.nccl.watchdog import LOOK_NS, Watchdog
 from dist2.backends.socket.outside import Outside, peers_of
 from dist2.errors import (
@@ -54,9 +54,9 @@ _CAUSE_S = 0.5
 """How long the control links may take to report the failure of a member that made NCCL fail."""
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Message:
-    """One message of a batch.
+    """One message of a batch. Not frozen: that would take most of the time that one takes to make.
 
     Attributes:
         steps: Adds it to a launch.
@@ -192,7 +192,7 @@ class Launcher:
     def launch(self, steps: Steps, operation: Operation, inputs: Tensors, outputs: Tensors) -> Ticket | None:
         """Put an operation on a stream; return its ticket if its caller does not wait for it."""
         device = self._device
-        ticket = self._ticket(operation, Span(device, device.current()))
+        ticket = Ticket(operation, device, device.current(), self._block, self._health)
         message = Message(steps, inputs, outputs, ticket)
         if device.capturing():
             return self._capture(message)
@@ -253,13 +253,13 @@ class Launcher:
 
     def _place(self, ticket: Ticket, lane: str) -> None:
         """Choose the stream of an operation; there it is behind the work that its caller has enqueued."""
-        device, span = self._device, ticket.span
+        device = self._device
         if not ticket.operation.is_async:
             return
-        span.after = device.record(span.stream)
+        ticket.after = device.record(ticket.stream)
         if lane not in self._streams:
             self._streams[lane] = device.new_stream()
-        span.stream = self._streams[lane]
+        ticket.stream = self._streams[lane]
 
     def _put_watched(self, lane: str, communicator: Communicator, messages: Sequence[Message]) -> None:
         """Put operations on a stream, and have the watchdog see them end.
@@ -289,12 +289,12 @@ class Launcher:
 
     def _put(self, lane: str, communicator: Communicator, messages: Sequence[Message]) -> None:
         """Put operations on a stream, as one group of calls."""
-        device, stream = self._device, messages[0].ticket.span.stream
+        device, stream = self._device, messages[0].ticket.stream
         timed = self._options.timing and lane == "main"
         start = device.record(stream, timed=True) if timed else None
         launch = Launch(device, stream, communicator)
         for each in messages:
-            after = each.ticket.span.after
+            after = each.ticket.after
             if after is not None:
                 device.wait(stream, after)
             each.steps(launch, each.inputs, each.outputs)
@@ -305,9 +305,6 @@ class Launcher:
             own = (*each.inputs, *each.outputs) if each.ticket.operation.is_async or device.blocks else ()
             each.ticket.launched(start, end, (*launch.kept, *own))
         device.when_reached(stream, self._outside.wake)
-
-    def _ticket(self, operation: Operation, span: Span) -> Ticket:
-        return Ticket(operation, span, self._block, self._health)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -374,7 +371,9 @@ class Launcher:
 
     def _reached(self, operation: Operation, stream: Stream) -> Ticket:
         """Return a ticket for the work enqueued on a stream so far."""
-        return self._ticket(operation, Span(self._device, stream, self._device.record(stream)))
+        ticket = Ticket(operation, self._device, stream, self._block, self._health)
+        ticket.end = self._device.record(stream)
+        return ticket
 
     def finish(self, operation: Operation) -> None:
         """Wait on the host for the work that the caller and the group have enqueued."""

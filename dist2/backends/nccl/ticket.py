@@ -40,34 +40,6 @@ class Health:
     error: BaseException | None = None
 
 
-@attrs.define(eq=False)
-class Span:
-    """Where an operation is on a stream.
-
-    Attributes:
-        device: The stream's device.
-        stream: Which.
-        end: Passes when the operation is done; None before it was launched.
-        start: Passes when it begins; None where that is not measured.
-        after: Passes when the work is done that the caller had enqueued; None on the caller's own stream.
-    """
-
-    device: Device
-    stream: Stream
-    end: Event | None = None
-    start: Event | None = None
-    after: Event | None = None
-
-    @property
-    def handle(self) -> int:
-        """The stream's handle."""
-        return self.device.handle(self.stream)
-
-    def passed(self) -> bool:
-        """Whether the device has done the operation."""
-        return self.end is not None and self.device.passed(self.end)
-
-
 def again(error: BaseException) -> BaseException:
     """Return an error for another operation that it fails: each gets one that names it."""
     return error.again(str(error)) if isinstance(error, Dist2Error) else error
@@ -77,27 +49,36 @@ class Ticket(StreamOrdered):
     """One operation on a stream.
 
     Args:
-        operation: Which.
-        span: Where on the stream.
+        operation: The operation.
+        device: Its device.
+        stream: Its stream.
         block: Waits for it on the host.
         health: Of the group.
 
     Attributes:
         operation: The operation.
-        span: Its start and end on the stream.
+        stream: Its stream.
+        after: Passes when the work is done that the caller had enqueued; None on the caller's own stream.
+        start: Passes when the operation begins; None where that is not measured.
+        end: Passes when it is done; None before it was launched.
         kept: The tensors it uses: kept alive until it is over, or ordered before the caller's later work.
     """
 
     def __init__(
         self,
         operation: Operation,
-        span: Span,
+        device: Device,
+        stream: Stream,
         block: Await,
         health: Health,
     ) -> None:
+        self._device = device
         self._health = health
         self.operation = operation
-        self.span = span
+        self.stream = stream
+        self.after: Event | None = None
+        self.start: Event | None = None
+        self.end: Event | None = None
         self.kept: Sequence[torch.Tensor] = ()
         self._block = block
         self._lock = threading.Lock()
@@ -110,18 +91,26 @@ class Ticket(StreamOrdered):
         """Whether it is known to be done, or to have failed."""
         return self._over
 
+    @property
+    def handle(self) -> int:
+        """The handle of its stream."""
+        return self._device.handle(self.stream)
+
     def passed(self) -> bool:
         """Whether it is over, or the device has done it."""
-        return self._over or self.span.passed()
+        return self._over or self._has_ended()
+
+    def _has_ended(self) -> bool:
+        return self.end is not None and self._device.passed(self.end)
 
     def is_placed(self) -> bool:
         """Whether it is over, or its place on the stream is known: not while it waits for a connection."""
-        return self._over or self.span.end is not None
+        return self._over or self.end is not None
 
     def launched(self, start: Event | None, end: Event, kept: Sequence[torch.Tensor]) -> None:
         """Note the operation's place on the stream, and the tensors to keep alive."""
         self.kept = kept
-        self.span.start, self.span.end = start, end
+        self.start, self.end = start, end
 
     def _await_place(self) -> None:
         if not self.is_placed():
@@ -142,14 +131,13 @@ class Ticket(StreamOrdered):
 
     def recycle(self) -> None:
         """Give the event of a synchronous call back, which no other object has, once this has succeeded."""
-        span = self.span
         if (
-            span.end is not None
-            and span.start is None
+            self.end is not None
+            and self.start is None
             and not self.operation.is_async
             and self._error is None
         ):
-            span.device.give_back(span.end)
+            self._device.give_back(self.end)
 
     # Called by the group
 
@@ -169,27 +157,26 @@ class Ticket(StreamOrdered):
             self._block(self, deadline_ns, self.passed)
 
     def poll(self) -> None:
-        if not self._over and self.span.passed():
+        if not self._over and self._has_ended():
             self.settle()
 
     def order(self) -> None:
-        device = self.span.device
+        device = self._device
         if device.blocks:
             if not self._over:
                 self._block(self, self.operation.deadline_ns, self.passed)
             return
         self._await_place()
-        if self._error is None and self.span.end is not None:
-            device.wait(device.current(), self.span.end)
+        if self._error is None and self.end is not None:
+            device.wait(device.current(), self.end)
             self.kept = ()
 
     def future(self, outputs: Sequence[torch.Tensor]) -> torch.futures.Future[Any] | None:
-        if not self.span.device.blocks:
+        if not self._device.blocks:
             self._await_place()
-        return self.span.device.future(outputs, self.span.stream) if self._error is None else None
+        return self._device.future(outputs, self.stream) if self._error is None else None
 
     def duration_ms(self) -> float | None:
-        span = self.span
-        if span.start is None or not span.passed():
+        if self.start is None or not self._has_ended():
             return None
-        return span.device.elapsed_ms(span.start, span.end)
+        return self._device.elapsed_ms(self.start, self.end)

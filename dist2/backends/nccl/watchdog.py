@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import takewhile
+from threading import get_ident
 from time import monotonic_ns
 
 from dist2.backends.nccl.ticket import Ticket, again
@@ -62,7 +63,8 @@ class Watchdog:
         self._wake = wake
         self._async_error = async_error
         self._broken = broken
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._queues: dict[int, deque[Ticket]] = {}
         self._soonest_ns = FOREVER_NS
         self._has_sooner = False
@@ -72,10 +74,14 @@ class Watchdog:
 
     def watch(self, ticket: Ticket) -> None:
         """Watch an operation that is put on the device."""
-        with self._changed:
+        with self._lock:
             was_idle = not self._queues
-            self._queues.setdefault(ticket.span.handle, deque()).append(ticket)
-            self._has_sooner = self._has_sooner or ticket.operation.deadline_ns < self._soonest_ns
+            try:
+                self._queues[ticket.handle].append(ticket)
+            except KeyError:
+                self._queues[ticket.handle] = deque((ticket,))
+            if ticket.operation.deadline_ns < self._soonest_ns:
+                self._has_sooner = True
             if self._thread is None:
                 self._start()
             else:
@@ -88,7 +94,8 @@ class Watchdog:
 
         It is in a callback then, which may wait for operations that only a watching thread can settle.
         """
-        if self._thread is threading.current_thread():
+        thread = self._thread
+        if thread is not None and thread.ident == get_ident():
             self._start()
 
     def _start(self) -> None:

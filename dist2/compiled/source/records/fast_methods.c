@@ -155,11 +155,11 @@ fast_run(FastMethod *self, Runner *runner, const Matter *matter, PyObject *const
         return NULL;
     }
     PyObject *arguments[] = {plan, matter->inputs, matter->outputs, self->is_async ? Py_True : Py_False, Py_None};
-    Places places = {key.tensors, key.each, key.spans};
+    const Places *places = key.on_host ? &(Places){key.tensors, key.each, key.spans} : NULL;
     if (names != NULL) {
         plan_remember((PyObject *)runner->plans, &key, names, plan);
     }
-    PyObject *work = runner_call(runner, is_message(self), arguments, &places);
+    PyObject *work = runner_call(runner, is_message(self), arguments, places);
     key_drop(&key);
     Py_DECREF(plan);
     return work;
@@ -171,7 +171,7 @@ fast_carry(FastMethod *self, Runner *runner, Plan *plan, const Key *key)
 {
     int sends = self->pattern == TO_PEER;
     PyObject *tensor = key->each[0];
-    PyObject *work = sends ? runner_send(runner, plan, tensor, key->spans[0].start, self->is_async) : NULL;
+    PyObject *work = sends && key->on_host ? runner_send(runner, plan, tensor, key->spans[0].start, self->is_async) : NULL;
     if (work != NULL || PyErr_Occurred()) {
         return work;
     }
@@ -179,8 +179,8 @@ fast_carry(FastMethod *self, Runner *runner, Plan *plan, const Key *key)
     if (tensors != NULL) {
         PyObject *arguments[] = {(PyObject *)plan, sends ? tensors : self->empty, sends ? self->empty : tensors,
                                  self->is_async ? Py_True : Py_False, Py_None};
-        Places places = {key->tensors, key->each, key->spans};
-        work = runner_call(runner, 1, arguments, &places);
+        const Places *places = key->on_host ? &(Places){key->tensors, key->each, key->spans} : NULL;
+        work = runner_call(runner, 1, arguments, places);
         Py_DECREF(tensors);
     }
     return work;

@@ -10,7 +10,7 @@
 
 #include "keys.h"
 
-enum { CPU = 1, INTEGER = 0, UNSIGNED = 1, FLOATING = 2, BFLOAT = 4, BOOLEAN = 6 };
+enum { CPU = 1, CUDA = 2, ROCM = 10, INTEGER = 0, UNSIGNED = 1, FLOATING = 2, BFLOAT = 4, BOOLEAN = 6 };
 
 /* ---- Marks: the bit set in which torch keeps properties of a tensor ---- */
 
@@ -160,8 +160,19 @@ is_as_it_lies(const Reader *self, PyObject *tensor)
     return negated == Py_False;
 }
 
-/* Add a tensor to a key. Return whether it is plain: on the CPU, dense, real, not lazily negated, and of no unknown
-   subclass. */
+/* Return the word that identifies the device of a tensor; -1 for one whose tensors have no keys here. */
+static inline int64_t
+device_word(const View *view)
+{
+    if (view->device_type == CPU) {
+        return 0;
+    }
+    int is_gpu = view->device_type == CUDA || view->device_type == ROCM;
+    return is_gpu ? (int64_t)view->device_type << 56 | (int64_t)(view->device_id & 0xFF) << 48 : -1;
+}
+
+/* Add a tensor to a key. Return whether it is plain: on the CPU or a GPU, dense, real, not lazily negated, and of no
+   unknown subclass. */
 static int
 key_add(const Reader *self, Key *key, PyObject *tensor)
 {
@@ -171,7 +182,7 @@ key_add(const Reader *self, Key *key, PyObject *tensor)
         known = known || PyTuple_GET_ITEM(self->tensor_types, index) == type;
     }
     View view;
-    if (!known || view_of(self, tensor, &view) != 0 || view.device_type != CPU ||
+    if (!known || view_of(self, tensor, &view) != 0 || device_word(&view) < 0 ||
         key->count + 1 + view.ndim > KEY_WORDS || !is_dense(&view)) {
         return 0;
     }
@@ -183,7 +194,7 @@ key_add(const Reader *self, Key *key, PyObject *tensor)
         return 0;
     }
     key->words[key->count++] =
-        (int64_t)view.ndim << 32 | (int64_t)view.lanes << 16 | (int64_t)view.bits << 8 | view.code;
+        device_word(&view) | (int64_t)view.ndim << 32 | (int64_t)view.lanes << 16 | (int64_t)view.bits << 8 | view.code;
     int64_t bits = (int64_t)view.lanes * view.bits;
     for (int axis = 0; axis < view.ndim; axis++) {
         key->words[key->count++] = view.shape[axis];
@@ -192,6 +203,7 @@ key_add(const Reader *self, Key *key, PyObject *tensor)
     if (view.data == NULL && bits != 0) {
         return 0; /* its storage was freed, or it wraps another tensor */
     }
+    key->on_host = key->on_host && view.device_type == CPU;
     uintptr_t start = (uintptr_t)view.data + view.offset;
     key->spans[key->tensors] = (Span){start, start + (uintptr_t)(bits + 7) / 8};
     key->each[key->tensors++] = Py_NewRef(tensor);
@@ -250,6 +262,7 @@ int
 key_make_one(const Reader *self, Key *key, PyObject *tensor)
 {
     key->count = key->tensors = 0;
+    key->on_host = 1;
     return key_add(self, key, tensor);
 }
 
@@ -258,7 +271,7 @@ key_make(const Reader *self, Key *key, PyObject *kind, PyObject *agreed, PyObjec
 {
     key->kind = kind;
     key->agreed = agreed;
-    key->count = 1;
+    key->count = key->on_host = 1;
     key->tensors = 0;
     int plain = key_add_all(self, key, inputs), written = inputs == outputs ? 0 : key->tensors;
     key->words[0] = inputs == outputs ? -1 : key->count;

@@ -53,6 +53,7 @@ typedef struct {
     Py_hash_t hash;
     int count;
     int tensors; /* how many there are */
+    int on_host; /* whether all of them are in the host's memory: only such addresses are passed on */
     int64_t words[KEY_WORDS];
     Span spans[KEY_WORDS];
     PyObject *each[KEY_WORDS];

@@ -86,6 +86,7 @@ typedef struct {
     PyObject *issuing; /* NULL before the group's first asynchronous collective: see _records.pyi */
     GroupState *state;
     QueueState *queue;
+    int natively_async; /* the backend returns before the end of an asynchronous operation: no thread has to run it */
 } Runner;
 
 enum { ISSUING_IN_FLIGHT, ISSUING_LEFT, ISSUING_COMPLETION, ISSUING_PARTS };

@@ -15,12 +15,13 @@ runner_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {"group", "otherwise", "otherwise_beside", "state",
                             "queue", "dispatch",  "operation_type",   "seconds",  "here",
-                            "plans", "rank",      NULL};
+                            "plans", "rank",      "natively_async", NULL};
     PyObject *group, *otherwise, *otherwise_beside, *state, *queue, *dispatch, *operation_type;
     PyObject *seconds, *here, *plans, *rank;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOOO!O!OO!OOOO!:OperationRunner", names, &group, &otherwise,
+    int natively_async;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOOO!O!OO!OOOO!p:OperationRunner", names, &group, &otherwise,
                                      &otherwise_beside, &GroupState_Type, &state, &QueueState_Type, &queue, &dispatch,
-                                     &PyType_Type, &operation_type, &seconds, &here, &plans, &PyLong_Type, &rank)) {
+                                     &PyType_Type, &operation_type, &seconds, &here, &plans, &PyLong_Type, &rank, &natively_async)) {
         return NULL;
     }
     if (!PyType_IsSubtype((PyTypeObject *)operation_type, &Record_Type)) {
@@ -39,6 +40,7 @@ runner_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     self->here = Py_NewRef(here);
     self->plans = Py_NewRef(plans);
     self->rank = Py_NewRef(rank);
+    self->natively_async = natively_async;
     self->state = (GroupState *)Py_NewRef(state);
     self->queue = (QueueState *)Py_NewRef(queue);
     self->raised = PyObject_GetAttr(dispatch, name_raised);
@@ -316,7 +318,8 @@ runner_execute_at(Runner *self, PyObject *const *args, Record *operation, const 
     return pending;
 }
 
-/* Run a synchronous collective if the group is idle, or queue an asynchronous one; Python runs others. */
+/* Run a collective in the calling thread if the group is idle and the call is synchronous, or its backend returns
+   before the operation ends. Queue another asynchronous one. Python runs the rest. */
 static PyObject *
 runner_run_at(Runner *self, PyObject *const *args, Py_ssize_t count, const Places *places)
 {
@@ -324,7 +327,7 @@ runner_run_at(Runner *self, PyObject *const *args, Py_ssize_t count, const Place
     if (usual && args[3] == Py_True && self->issuing != NULL) {
         return runner_issue(self, args);
     }
-    if (!usual || args[3] != Py_False) {
+    if (!usual || (args[3] != Py_False && !(args[3] == Py_True && self->natively_async))) {
         return runner_otherwise(self->otherwise, args, count);
     }
     long long limit_ns = runner_limit(self, args[4]), seq = limit_ns < 0 ? 0 : queue_take(self->queue);
