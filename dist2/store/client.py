@@ -26,8 +26,9 @@ from dist2.runtime.usage import usage
 from dist2.security.authenticator import Credentials
 from dist2.store import lifetime
 from dist2.store.address import Address
-from dist2.store.connection import Connection
-from dist2.store.protocol import Query, Reply, Request
+from dist2.store.connection import Connection, is_a_handlers
+from dist2.store.protocol import READY, Query, Reply, Request
+from dist2.store.table import counted
 
 _T = TypeVar("_T")
 
@@ -75,7 +76,12 @@ class StoreClient:
         lifetime.track_user(self)
 
     def _connect(self, deadline: Deadline) -> Connection:
-        connection = Connection.open(self.address, deadline, self._credentials, self._heartbeat_s)
+        return self._connected(Connection.open, deadline)
+
+    def _connected(
+        self, connect: Callable[[Address, Deadline, Credentials, float], Connection], deadline: Deadline
+    ) -> Connection:
+        connection = connect(self.address, deadline, self._credentials, self._heartbeat_s)
         self._connections.add(weakref.ref(connection, self._connections.discard))
         return connection
 
@@ -92,7 +98,7 @@ class StoreClient:
             self._working = connection
             return reply
 
-        return self._in_turn(exchange, deadline)
+        return self._in_turn(exchange, request, deadline)
 
     def wait(self, request: Request, deadline: Deadline) -> bool:
         """Return whether a WAIT or BARRIER was met before the deadline.
@@ -100,7 +106,9 @@ class StoreClient:
         Raises:
             StoreConnectionError: The connection is lost.
         """
-        parked = self._in_turn(lambda connection: self._begin_wait(connection, request, deadline), deadline)
+        parked = self._in_turn(
+            lambda connection: self._begin_wait(connection, request, deadline), request, deadline
+        )
         if parked is None:
             return True
         try:
@@ -110,7 +118,7 @@ class StoreClient:
             return False
         except BaseException as error:
             parked.close()
-            self._note(error)
+            self._note(error, request, deadline)
             raise
         if self._working is None:
             self._working = parked
@@ -156,7 +164,7 @@ class StoreClient:
         self._working = None
         self._lock = threading.RLock()
 
-    def _in_turn(self, exchange: Callable[[Connection], _T], deadline: Deadline) -> _T:
+    def _in_turn(self, exchange: Callable[[Connection], _T], request: Request, deadline: Deadline) -> _T:
         """Run an exchange on a connection without others; it makes this the working one when it is complete.
 
         A signal handler that interrupts an exchange of this thread gets another connection.
@@ -178,7 +186,7 @@ class StoreClient:
             if connection is not None:
                 self._broke = True
                 connection.close()
-            self._note(error)
+            self._note(error, request, deadline)
             raise
         finally:
             try:  # noqa: SIM105 - signal handlers could also run inside of `suppress`
@@ -200,16 +208,40 @@ class StoreClient:
             if connection is not None:
                 connection.close()
 
-    def _note(self, error: BaseException) -> None:
-        """Remember that the server is gone; raise a better error where its last words give a reason."""
+    def _note(self, error: BaseException, request: Request, deadline: Deadline) -> None:
+        """Remember that the server is gone; raise a better error if there is one.
+
+        Raises:
+            InvalidUsageError: The server hung up on an addition to a value that is no number.
+        """
         if self._unusable is not None:
             raise self._refusal() from error
         lost = isinstance(error, (StoreConnectionError, WireError))
         if lost and not isinstance(error, StoreTimeoutError):
+            if request.query in (Query.ADD, Query.BARRIER):
+                self._check_counter(request, deadline)
             self._unusable = StoreConnectionError(str(error))
             if self.server:
                 self._unusable = StoreConnectionError(f"the store of {self.server} is gone: {error}")
                 raise self._refusal() from error
+
+    def _check_counter(self, request: Request, deadline: Deadline) -> None:
+        """Refuse an addition that no server takes: the protocol has no answer for it but the end."""
+        try:
+            connection = self._connected(Connection.attempt, deadline.stretched())
+            found = connection.ask(Request(Query.CHECK, request.keys), deadline.stretched()).number
+            if found != READY:
+                return
+            value = connection.ask(Request(Query.GET, request.keys), deadline.stretched()).values[0]
+        except (Dist2Error, OSError, EOFError) as error:
+            if is_a_handlers(error):
+                raise
+            return  # the server is gone
+        self._broke = False
+        usage.reconnected("store")
+        self._working = connection
+        counted(request.keys[0][1:], value, request.number if request.query is Query.ADD else 1)
+        self._working = None
 
     def _require_usable(self) -> None:
         if self._unusable is not None:

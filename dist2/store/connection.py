@@ -85,9 +85,9 @@ class Connection:
         cut_off = 0
         while True:
             try:
-                return cls._attempt(address, deadline, credentials, heartbeat_s)
+                return cls.attempt(address, deadline, credentials, heartbeat_s)
             except (OSError, StoreTimeoutError, EOFError) as error:
-                if _is_a_handlers(error):
+                if is_a_handlers(error):
                     raise
                 failure = error
                 cut_off += isinstance(error, EOFError)
@@ -107,9 +107,15 @@ class Connection:
         ) from failure
 
     @classmethod
-    def _attempt(
+    def attempt(
         cls, address: Address, deadline: Deadline, credentials: Credentials, heartbeat_s: float
     ) -> Connection:
+        """Connect, or raise at once if no server listens; as `open`.
+
+        Raises:
+            OSError: No server listens.
+            EOFError: The server hung up.
+        """
         failure: Exception = StoreConnectionError(f"{address} has no socket address")
         for family, where in address.resolve(deadline):
             sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -183,7 +189,7 @@ class Connection:
             except BlockingIOError:
                 self._await_writable(deadline)
             except OSError as error:
-                if _is_a_handlers(error):
+                if is_a_handlers(error):
                     raise
                 self._hear_why()
                 raise self._lost(f"{error.strerror or error} while sending {len(data)} bytes") from error
@@ -236,7 +242,7 @@ class Connection:
             except BlockingIOError:
                 continue
             except OSError as error:
-                if _is_a_handlers(error):
+                if is_a_handlers(error):
                     raise
                 raise self._lost(error.strerror or str(error)) from error
             if not data:
@@ -280,7 +286,7 @@ class Connection:
         return StoreConnectionError(f"Connection to the store at {self._address} was closed: {why}")
 
 
-def _is_a_handlers(error: Exception) -> bool:
+def is_a_handlers(error: Exception) -> bool:
     """Whether a signal handler of the program raised it: errors of system calls have a number."""
     return isinstance(error, OSError) and error.errno is None and not isinstance(error, Dist2Error)
 

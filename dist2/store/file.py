@@ -153,7 +153,7 @@ class SharedLog:
         Raises:
             InvalidUsageError: The key holds no integer, or the sum does not fit 64 bits.
         """
-        total = counted(key, self.values.get(key, b"0"), amount)
+        total = counted(key.removeprefix(SPACE), self.values.get(key, b"0"), amount)
         return encode_record(key, b"%d" % total), total
 
     def remove(self) -> None:

@@ -14,6 +14,7 @@ from dist2.errors import InvalidUsageError, StoreTimeoutError
 from dist2.runtime.arguments import check_store
 from dist2.runtime.deadline import Deadline
 from dist2.store.base import Store, limit_of, without_prefixes
+from dist2.store.table import counted
 from dist2.store.text import as_key, as_name
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _OFTEN_S = 0.0003, 0.01, 0.02
@@ -101,7 +102,14 @@ class PrefixStore(Store):
         return value
 
     def _add(self, key: bytes, amount: int) -> int:
-        return int(self._below.add(self._full(key), amount))
+        with self._without_prefix():
+            try:
+                return int(self._below.add(self._full(key), amount))
+            except (ValueError, IndexError) as error:  # of torch's HashStore and FileStore
+                if isinstance(error, InvalidUsageError):
+                    raise
+                counted(key, self._below.get(self._full(key)), amount)
+                raise
 
     def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
         held: bytes = self._below.compare_set(self._full(key), expected, desired)
@@ -175,7 +183,7 @@ class PrefixStore(Store):
         """Let errors name keys as the caller did: a prefix may be one of dist2's own."""
         try:
             yield
-        except StoreTimeoutError as error:
+        except (StoreTimeoutError, InvalidUsageError) as error:
             error.args = (str(error).replace(as_name(self._prefix), ""),)
             raise
 

@@ -6,10 +6,12 @@ returned. So no function is called between the reading of a value and the change
 
 from __future__ import annotations
 
+import re
 from collections import deque
 
 from dist2.errors import InvalidUsageError
 
+_INTEGER = re.compile(rb"\s*[+-]?\d{1,4000}\s*")
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
@@ -19,10 +21,9 @@ def counted(key: bytes, value: bytes, amount: int) -> int:
     Raises:
         InvalidUsageError: ``value`` is no decimal integer, or the sum does not fit 64 bits.
     """
-    try:
-        total = int(value) + amount
-    except ValueError:
-        raise InvalidUsageError(f"add: key {_name(key)} holds {value[:40]!r}, not an integer") from None
+    if _INTEGER.fullmatch(value) is None:
+        raise InvalidUsageError(f"add: key {_name(key)} holds {value[:40]!r}, not an integer")
+    total = int(value) + amount
     if total not in _INT64:
         raise InvalidUsageError(f"add: key {_name(key)} would become {total}, which does not fit 64 bits")
     return total

@@ -300,7 +300,7 @@ def test_wrong_types(store: Any, call: Any) -> None:
         call(store)
 
 
-@only(lambda kind: "tcp" not in kind.name)  # the wire cannot say it: see test_tcp.py
+@only(lambda kind: "tcp" not in kind.name)  # torch's client only sees the end of the connection
 def test_add_to_text(store: Any) -> None:
     store.set("text", "no number")
     with pytest.raises(ValueError, match=r"stoll|not an integer"):
@@ -321,6 +321,25 @@ def test_timeouts_name_keys_and_limit(store: Any) -> None:
         assert "50ms" in str(caught.value) or "49ms" in str(caught.value)
         assert "first" in str(caught.value)
         assert "second" in str(caught.value)
+
+
+@only(lambda kind: kind.name in OWN and kind.name != "prefix_torchs_tcp")
+@pytest.mark.parametrize("value", ["no number", " ", "9" * 5000])
+def test_a_value_that_is_no_number_is_not_counted(store: Any, value: str) -> None:
+    store.set("text", value)
+    for _ in range(2):
+        with pytest.raises(InvalidUsageError, match=r"add: key 'text' "):
+            store.add("text", 1)
+        assert store.add("count", 0) == 0
+    assert store.get("text") == value.encode()
+
+
+@only(lambda kind: kind.name.startswith("tcp"))
+def test_a_barrier_whose_name_has_text_is_refused(store: Any) -> None:
+    store.set("text", "no number")
+    with pytest.raises(InvalidUsageError, match="key 'text' holds b'no number', not an integer"):
+        store.barrier("text", 2, 5)
+    assert store.get("text") == b"no number"
 
 
 @own

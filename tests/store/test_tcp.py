@@ -649,12 +649,27 @@ def test_good_frames_before_bad_ones_are_answered(master: dist2.TCPStore) -> Non
         assert sock.recv(4) == b""
 
 
-def test_counting_on_text_ends_that_connection(master: dist2.TCPStore) -> None:
-    store = join(master)
+def test_counting_on_text_ends_the_connection_of_torchs_client(master: dist2.TCPStore) -> None:
+    store = dist.TCPStore("127.0.0.1", master.port, timeout=timedelta(seconds=30), wait_for_workers=False)
     store.set("text", "no number")
-    with pytest.raises(StoreConnectionError, match="was closed"):
+    with pytest.raises(dist.DistNetworkError):
         store.add("text", 1)
     assert master.get("text") == b"no number"
+
+
+@pytest.mark.parametrize("host", [server, torch_server])
+def test_a_server_that_ends_during_an_addition_is_gone(host: Callable[[], Any]) -> None:
+    serving = host()
+    store = join(serving)
+    store.set("text", "1")
+    if isinstance(serving, dist2.TCPStore):
+        serving.close()
+    del serving
+    start = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(StoreConnectionError, match="was closed"):
+            store.add("text", 1)
+    in_time(time.monotonic() - start, 0.5)
     store.close()
 
 
