@@ -139,7 +139,6 @@ class HostDevice(Device):
         return event
 
     def give_back(self, event: HostEvent) -> None:
-        assert self.passed(event)
         self._events.append(event)
 
     def wait(self, stream: HostStream, event: HostEvent) -> None:

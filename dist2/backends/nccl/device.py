@@ -90,6 +90,12 @@ class Device(ABC):
     def wait(self, stream: Stream, event: Event) -> None:
         """Have later work on a stream wait for an event."""
 
+    def order(self, first: Stream, then: Stream) -> None:
+        """Have later work on one stream wait for the work enqueued on another so far."""
+        event = self.record(first)
+        self.wait(then, event)
+        self.give_back(event)  # the wait is for this record of it, whatever it records later
+
     @abstractmethod
     def passed(self, event: Event) -> bool:
         """Whether an event has passed."""

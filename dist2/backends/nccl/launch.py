@@ -161,7 +161,8 @@ class Launch:
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor's memory holds its values one after the other."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    is_conjugated = tensor.is_complex() and tensor.is_conj()
+    return tensor.is_contiguous() and not is_conjugated and not tensor.is_neg()
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -256,9 +256,9 @@ class Launcher:
         device = self._device
         if not ticket.operation.is_async:
             return
-        ticket.after = device.record(ticket.stream)
         if lane not in self._streams:
             self._streams[lane] = device.new_stream()
+        device.order(ticket.stream, self._streams[lane])
         ticket.stream = self._streams[lane]
 
     def _put_watched(self, lane: str, communicator: Communicator, messages: Sequence[Message]) -> None:
@@ -294,9 +294,6 @@ class Launcher:
         start = device.record(stream, timed=True) if timed else None
         launch = Launch(device, stream, communicator)
         for each in messages:
-            after = each.ticket.after
-            if after is not None:
-                device.wait(stream, after)
             each.steps(launch, each.inputs, each.outputs)
         launch.finish()
         end = device.record(stream, timed)

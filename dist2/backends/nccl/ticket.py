@@ -58,9 +58,8 @@ class Ticket(StreamOrdered):
     Attributes:
         operation: The operation.
         stream: Its stream.
-        after: Passes when the work is done that the caller had enqueued; None on the caller's own stream.
         start: Passes when the operation begins; None where that is not measured.
-        end: Passes when it is done; None before it was launched.
+        end: Passes when it is done; None before it was launched, and after it was given back.
         kept: The tensors it uses: kept alive until it is over, or ordered before the caller's later work.
     """
 
@@ -76,7 +75,6 @@ class Ticket(StreamOrdered):
         self._health = health
         self.operation = operation
         self.stream = stream
-        self.after: Event | None = None
         self.start: Event | None = None
         self.end: Event | None = None
         self.kept: Sequence[torch.Tensor] = ()
@@ -130,14 +128,12 @@ class Ticket(StreamOrdered):
             callback(self)
 
     def recycle(self) -> None:
-        """Give the event of a synchronous call back, which no other object has, once this has succeeded."""
-        if (
-            self.end is not None
-            and self.start is None
-            and not self.operation.is_async
-            and self._error is None
-        ):
-            self._device.give_back(self.end)
+        """Give the end event back after success: nothing has to wait for it any more."""
+        with self._lock:
+            if self.end is None or self.start is not None or self._error is not None:
+                return
+            end, self.end = self.end, None
+        self._device.give_back(end)
 
     # Called by the group
 
@@ -167,9 +163,10 @@ class Ticket(StreamOrdered):
                 self._block(self, self.operation.deadline_ns, self.passed)
             return
         self._await_place()
-        if self._error is None and self.end is not None:
-            device.wait(device.current(), self.end)
-            self.kept = ()
+        with self._lock:  # the event is not given back meanwhile
+            if self._error is None and self.end is not None:
+                device.wait(device.current(), self.end)
+                self.kept = ()
 
     def future(self, outputs: Sequence[torch.Tensor]) -> torch.futures.Future[Any] | None:
         if not self._device.blocks:
