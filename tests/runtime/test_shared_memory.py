@@ -10,7 +10,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-from dist2 import PeerLostError
+from dist2 import Dist2Error, PeerLostError
 from dist2.backends.socket.transport import shared_memory
 from dist2.backends.socket.transport.doorbell import Doorbell, DoorbellLocator, PeerDoorbell
 from dist2.backends.socket.transport.shared_memory import DIRECTORY_ENTRIES, Directory, SharedHost
@@ -129,6 +129,30 @@ def test_a_thousand_groups_share_one_directory() -> None:
         here.leave(context, region, lambda: True)
         assert neighbour.find(context) is None
     assert here.join(7, PAGE_BYTES, PAGE_BYTES).offset == regions[1].offset
+    here.close()
+    there.close()
+
+
+def test_groups_closed_before_all_met_are_told_from_others_and_make_room_for_new_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shared_memory, "DIRECTORY_ENTRIES", 64)
+    monkeypatch.setattr(shared_memory, "_MAX_CLOSED", 16)
+    here, there = SharedHost(), SharedHost()
+    neighbour = there.neighbour("here", os.getpid(), here.locators())
+    for context in range(1, 21):
+        region = here.join(context, PAGE_BYTES, PAGE_BYTES)
+        assert not neighbour.has_closed(context)
+        here.leave(context, region, lambda: True, met=False)
+        assert neighbour.has_closed(context)
+        assert neighbour.find(context) is None
+    assert not neighbour.has_closed(4), "the latest 16 are known"
+    assert not neighbour.has_closed(999), "it was never there"
+    for context in range(100, 164):
+        here.join(context, 0, 0)
+    assert not neighbour.has_closed(20), "open groups come first"
+    with pytest.raises(Dist2Error, match="no room for another group"):
+        here.join(1, 0, 0)
     here.close()
     there.close()
 

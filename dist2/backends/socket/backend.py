@@ -25,6 +25,7 @@ from dist2.backends.socket.transport.boards.lending import Lending
 from dist2.backends.socket.transport.huge_pages import LEAST_BYTES
 from dist2.backends.socket.transport.links.card import Card
 from dist2.backends.socket.transport.messages.calls import REMEMBERED, Called
+from dist2.backends.socket.transport.messages.explaining import left_words
 from dist2.backends.socket.transport.node import Company, Node, NodeCard, check_addresses
 from dist2.backends.socket.transport.node_pool import node_pool
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds, Tuning
@@ -371,7 +372,7 @@ class SocketBackend(Backend):
         """Return the group ranks that are known to have left or aborted the group, in words."""
         left = self.endpoint.departed()
         if self.board is not None:
-            left = dict.fromkeys(self.board.roster.departed(), "left the group") | left
+            left = dict.fromkeys(self.board.roster.departed(), left_words()) | left
         return dict(sorted(left.items()))
 
     def split(self, spec: GroupSpec) -> SocketBackend:

@@ -131,7 +131,8 @@ class Fabric:
         dispatch = Dispatch(linkage, connector, presence, courier, outcomes, comparison, delivery)
         others = handlers(assembly, comparison, delivery, departures, dispatch, probes)
         intake = Intake(linkage, presence, outcomes, departures, delivery, mailboxes, absent, others)
-        groups = Groups(linkage, presence, courier, outcomes, departures, intake, mailboxes, absent)
+        attend = self._link_watch.start
+        groups = Groups(linkage, presence, courier, outcomes, departures, intake, mailboxes, absent, attend)
         self.departures, self.dispatch, self.groups = departures, dispatch, groups
         linkage.report_to(intake)
         lock, alarm, reception = self.lock, self._alarm, self._reception
@@ -204,8 +205,15 @@ class Fabric:
     # Other processes
 
     def watch(self, fd: int, fabric_id: str, pid: int, departed: Callable[[], bool]) -> None:
-        """Hold a process for dead once ``fd`` (a pidfd) is readable, unless it ``departed()`` before."""
-        if not self._presence.watches(fd, fabric_id):  # all but the first groups with it
+        """Hold a process for dead once ``fd`` (a pidfd) is readable, unless it ``departed()`` before.
+
+        Args:
+            fd: As above; -1 for a rank of this process.
+            fabric_id: Its fabric.
+            pid: Its number.
+            departed: Whether it has closed everything in good order.
+        """
+        if not self._presence.knows(fd, fabric_id):  # all but the first groups with it
             with self.lock:
                 self._presence.watch(fd, fabric_id, pid, departed)
 

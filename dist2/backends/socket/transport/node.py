@@ -10,7 +10,7 @@ import json
 import os
 import weakref
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import attrs
 from attrs.validators import deep_mapping, instance_of
@@ -187,6 +187,9 @@ class Node:
         """
         members, lost, pids = [], [], set()
         for other, card in enumerate(cards):
+            if inside and other != rank:
+                fabric_id = card.card.fabric_id
+                self._fabric.watch(-1, fabric_id, card.pid, partial(Reception.has_departed, fabric_id))
             if inside or other == rank or not self.is_beside(card):
                 continue
             pids.add(card.pid)
@@ -244,8 +247,7 @@ class Node:
             neighbour = shared.neighbour(other.card.fabric_id, other.pid, other.memory)
         except PeerLostError:
             return None
-        if neighbour.fileno() >= 0:
-            self._fabric.watch(neighbour.fileno(), other.card.fabric_id, other.pid, neighbour.has_departed)
+        self._fabric.watch(neighbour.fileno(), other.card.fabric_id, other.pid, neighbour.has_departed)
         return neighbour
 
     # Rings, for the fabric's links

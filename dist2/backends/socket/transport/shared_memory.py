@@ -34,6 +34,9 @@ _KEPT_BYTES = 4 << 20
 _DIRECTORY_BYTES = 16 * DIRECTORY_ENTRIES
 _DEPARTED, _AWAITING = 0, 1  # words of a process behind the token of its arena
 _FREE, _LEFT = 0, (1 << 64) - 1  # a free entry; an entry of a closed group, with others possibly behind it
+_CLOSED = (1 << 64) - 1  # in place of an offset: the group was closed before all members had found the region
+_MAX_CLOSED = 1024
+"""Entries that are kept of such groups."""
 
 
 def available() -> bool:
@@ -83,6 +86,14 @@ class Directory:
 
     def find(self, context: int) -> int | None:
         """Return the offset of a group's region."""
+        offset = self._offset_of(context)
+        return None if offset == _CLOSED else offset
+
+    def is_closed(self, context: int) -> bool:
+        """Whether a group was closed before all its members had found its region."""
+        return self._offset_of(context) == _CLOSED
+
+    def _offset_of(self, context: int) -> int | None:
         words, entry = self._words, context % DIRECTORY_ENTRIES
         for _ in range(DIRECTORY_ENTRIES):
             found = words[2 * entry]
@@ -104,18 +115,30 @@ class Directory:
             entry = (entry + 1) % DIRECTORY_ENTRIES
         return False
 
+    def close(self, context: int) -> None:
+        """Have members that look for the region of a group find that this process has closed the group."""
+        entry = self._entry_of(context)
+        if entry is not None:
+            self._words[2 * entry + 1] = _CLOSED
+
     def remove(self, context: int) -> None:
         """Remove a group, if it is there; entries at the end of a probe sequence are freed."""
-        words, entry = self._words, context % DIRECTORY_ENTRIES
-        while words[2 * entry] != context:
-            if words[2 * entry] == _FREE:
-                return
-            entry = (entry + 1) % DIRECTORY_ENTRIES
+        words, entry = self._words, self._entry_of(context)
+        if entry is None:
+            return
         words[2 * entry] = _LEFT
         if words[2 * ((entry + 1) % DIRECTORY_ENTRIES)] == _FREE:
             while words[2 * entry] == _LEFT:
                 words[2 * entry] = _FREE
                 entry = (entry - 1) % DIRECTORY_ENTRIES
+
+    def _entry_of(self, context: int) -> int | None:
+        words, entry = self._words, context % DIRECTORY_ENTRIES
+        while words[2 * entry] != context:
+            if words[2 * entry] == _FREE:
+                return None
+            entry = (entry + 1) % DIRECTORY_ENTRIES
+        return entry
 
 
 class Neighbour:
@@ -126,6 +149,7 @@ class Neighbour:
         locator: Where its arena is.
         doorbell: Wakes it.
         find: Returns where in its arena the region of a group lies, by context; None while it is not in it.
+        has_closed: Whether it has closed a group before all members had found its region there, by context.
     """
 
     def __init__(self, pid: int, arena: ArenaLocator, doorbell: DoorbellLocator) -> None:
@@ -140,7 +164,8 @@ class Neighbour:
                 failed.callback(os.close, self._pidfd)
             self._mapping = attach(arena)
             self._words = _words_of(self._mapping)
-            self.find = Directory(self._mapping).find
+            directory = Directory(self._mapping)
+            self.find, self.has_closed = directory.find, directory.is_closed
             self.doorbell = PeerDoorbell(doorbell)
             failed.callback(self.doorbell.close)
             if self.is_dead():  # its number may have been another's when a file was opened by it
@@ -205,6 +230,7 @@ class SharedHost:
         self._directory = Directory(self._arena)
         self._neighbours: dict[str, Neighbour] = {}
         self._retired: deque[tuple[Region, Callable[[], bool]]] = deque()
+        self._closed_early: deque[int] = deque()
         self._lock = threading.Lock()
         self._regions = 0
         self._closing = self._closed = False
@@ -253,13 +279,21 @@ class SharedHost:
             if offset is None:
                 self._reclaim()
                 offset = self._arena.allocate(nbytes)
-            if offset is None or not self._directory.enter(context, offset):
+            if offset is None or not self._entered(context, offset):
                 raise Dist2Error(
                     "shared memory of this process has no room for another group: at most "
                     f"{DIRECTORY_ENTRIES} groups and {ARENA_BYTES >> 30} GiB of address space; shut some down"
                 )
             self._regions += 1
             return Region(self._arena, offset, nbytes)
+
+    def _entered(self, context: int, offset: int) -> bool:
+        """Enter a region in the directory, in place of closed groups if need be; False if it is full."""
+        while not self._directory.enter(context, offset):
+            if not self._closed_early:
+                return False
+            self._directory.remove(self._closed_early.popleft())
+        return True
 
     @contextmanager
     def awaiting_regions(self) -> Iterator[None]:
@@ -278,13 +312,25 @@ class SharedHost:
             offset = self._arena.allocate(nbytes)
             return None if offset is None else Region(self._arena, offset, nbytes)
 
-    def leave(self, context: int, region: Region, unused: Callable[[], bool]) -> None:
+    def leave(self, context: int, region: Region, unused: Callable[[], bool], met: bool = True) -> None:
         """Remove a group from the directory; its memory is free once ``unused()`` is true.
 
         The region left last stays for the next group, unless it is long.
+
+        Args:
+            context: The group's context id.
+            region: Its region.
+            unused: Whether no other process uses the region.
+            met: Whether all members have found the region; others are to find that the group was closed.
         """
         with self._lock:
-            self._directory.remove(context)
+            if met:
+                self._directory.remove(context)
+            else:
+                self._directory.close(context)
+                self._closed_early.append(context)
+                if len(self._closed_early) > _MAX_CLOSED:
+                    self._directory.remove(self._closed_early.popleft())
             self._reclaim()
             self._retired.append((region, unused))
             if region.nbytes > _KEPT_BYTES:

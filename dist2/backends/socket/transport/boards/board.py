@@ -69,7 +69,7 @@ class Board:
         self.regions = Regions(host, context, rank, slot_size)
         own = self._own = self.regions.words(rank)
         arrivals = self.arrivals = new_arrivals(rank, own, host.doorbell, 1 + len(members), spins)
-        roster = self.roster = Roster(members, own, arrivals, host.doorbell)
+        roster = self.roster = Roster(members, own, arrivals, host.doorbell, self.regions.has_left)
         self.members = roster.members
         self._peers = roster.peers
         self.mismatches = Mismatches(rank, own, self.regions, arrivals, roster.peers)
@@ -219,7 +219,7 @@ class Board:
             return
         self._closed = True
         self.roster.leave()
-        self.regions.leave([member.neighbour for member in self.members])
+        self.regions.leave([member.neighbour for member in self.members], self.meeting.all_have_met())
 
 
 def _nothing() -> None:

@@ -71,8 +71,8 @@ class Meeting:
                 )
         if fence_follows:
             return
-        if not self._arrivals.phase and not self._waiting.give_way_until(self._all_have_met, _YIELD_NS):
-            self._waiting.sleep_until(self._all_have_met, operation, self._unacquainted)
+        if not self._arrivals.phase and not self._waiting.give_way_until(self.all_have_met, _YIELD_NS):
+            self._waiting.sleep_until(self.all_have_met, operation, self._unacquainted)
         self._is_over = True
 
     def look_up(self) -> bool:
@@ -109,5 +109,6 @@ class Meeting:
         """Return the members found that have not found all others."""
         return [member.rank for words, member in self._roster.peers if not words[MET]]
 
-    def _all_have_met(self) -> bool:
-        return not self._unacquainted()
+    def all_have_met(self) -> bool:
+        """Whether all members have found all regions, as far as this one knows."""
+        return not self._unmet and not self._unacquainted()

@@ -97,11 +97,16 @@ class Regions:
         region = self._known[rank]
         return region.mapping.view[region.offset + start : region.offset + start + nbytes]
 
-    def leave(self, others: Sequence[Neighbour]) -> None:
+    def has_left(self, neighbour: Neighbour) -> bool:
+        """Whether a member whose region is not there has left the group, and not only not joined it yet."""
+        return neighbour.has_closed(self._context) or neighbour.has_departed()
+
+    def leave(self, others: Sequence[Neighbour], met: bool) -> None:
         """Free the own region once no member reads it any more.
 
         Args:
             others: The processes of the other members, which may be inside an operation until they leave.
+            met: Whether all of them have found the region.
         """
 
         def unused() -> bool:
@@ -109,4 +114,4 @@ class Regions:
             joined = [each for each in others if each.find(self._context) is not None]
             return all(each.is_dead() for each in joined)
 
-        self._host.leave(self._context, self.own, unused)
+        self._host.leave(self._context, self.own, unused, met)

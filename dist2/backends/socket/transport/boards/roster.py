@@ -17,6 +17,7 @@ from dist2.backends.socket.transport.boards.arrivals import AnyArrivals
 from dist2.backends.socket.transport.boards.control_words import SLEEPING, STATE
 from dist2.backends.socket.transport.boards.progress import Progress
 from dist2.backends.socket.transport.doorbell import Doorbell
+from dist2.backends.socket.transport.messages.explaining import left_words
 from dist2.backends.socket.transport.shared_memory import Neighbour
 from dist2.errors import (
     Dist2Error,
@@ -63,10 +64,16 @@ class Roster:
         own: This member's control words.
         arrivals: How this member waits at fences.
         doorbell: The doorbell of this member's process.
+        has_left: Tells whether a member that was not met has left the group.
     """
 
     def __init__(
-        self, members: Sequence[Member], own: memoryview, arrivals: AnyArrivals, doorbell: Doorbell
+        self,
+        members: Sequence[Member],
+        own: memoryview,
+        arrivals: AnyArrivals,
+        doorbell: Doorbell,
+        has_left: Callable[[Neighbour], bool],
     ) -> None:
         self.members = tuple(members)
         self._peers: list[tuple[memoryview, Member]] = []
@@ -75,6 +82,7 @@ class Roster:
         self._own = own
         self._arrivals = arrivals
         self._doorbell = doorbell
+        self._has_left = has_left
         self._lives: select.poll | None = None
         self._watched = 0
         self._fault: Dist2Error | None = None
@@ -110,8 +118,8 @@ class Roster:
         }
 
     def departed(self) -> list[int]:
-        """Return the members met before that have closed or aborted the group."""
-        return [member.rank for words, member in self._peers if words[STATE] in (_CLOSED, _ABORTED)]
+        """Return the members that are known to have closed or aborted the group."""
+        return [rank for rank, state in self._states().items() if state in (_CLOSED, _ABORTED)]
 
     def check(self, missing: Callable[[], list[int]], operation: Operation) -> list[int]:
         """Return the absent members, if waiting for them makes sense.
@@ -140,14 +148,20 @@ class Roster:
         if left or broke:
             self._hear_out(broke, left)
         if left:
-            raise _lost(left, "left the group")
+            raise _lost(left, left_words(self._why(left)))
         if broke:
-            why = "" if self.messages is None else self.messages.why(broke)
-            raise _lost(broke, f"aborted the group{why}")
+            raise _lost(broke, f"aborted the group{self._why(broke)}")
         return absent
 
     def _states(self) -> dict[int, int]:
-        return {member.rank: words[STATE] for words, member in self._peers}
+        states = {member.rank: words[STATE] for words, member in self._peers}
+        if len(states) < len(self.members):
+            unmet = [member for member in self.members if member.rank not in states]
+            states.update((each.rank, _CLOSED) for each in unmet if self._has_left(each.neighbour))
+        return states
+
+    def _why(self, ranks: Sequence[int]) -> str:
+        return "" if self.messages is None else self.messages.why(ranks)
 
     def _hear_out(self, ranks: Sequence[int], left: Sequence[int]) -> None:
         """Take in by messages why members are gone; raise if the group has failed for a better reason."""

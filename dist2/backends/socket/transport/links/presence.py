@@ -32,21 +32,27 @@ class Presence:
         self.parted: set[str] = set()
         self.suspects: dict[str, float] = {}
         self._epoll = epoll
-        self._watched: dict[int, tuple[str, int, Callable[[], bool]]] = {}
+        self._watched: dict[int, tuple[str, int]] = {}
+        self._departed: dict[str, Callable[[], bool]] = {}
         self._exited: set[str] = set()
         self._cut: set[str] = set()
 
     # Watched processes
 
-    def watches(self, fd: int, fabric_id: str) -> bool:
-        """Whether a descriptor is watched for a process. It needs no lock."""
+    def knows(self, fd: int, fabric_id: str) -> bool:
+        """Whether `watch` was called for a process. It needs no lock."""
+        if fd < 0:
+            return fabric_id in self._departed
         known = self._watched.get(fd)
         return known is not None and known[0] == fabric_id
 
     def watch(self, fd: int, fabric_id: str, pid: int, departed: Callable[[], bool]) -> None:
-        """Hold a process for dead once ``fd`` (a pidfd) is readable, unless it ``departed()`` before."""
+        """Watch a process of this host: see `Fabric.watch`."""
+        self._departed[fabric_id] = departed
+        if fd < 0:
+            return
         # A number may come again: closing forgets the one before.
-        self._watched[fd] = (fabric_id, pid, departed)
+        self._watched[fd] = (fabric_id, pid)
         with suppress(FileExistsError):
             self._epoll.register(fd, select.EPOLLIN)
 
@@ -57,18 +63,22 @@ class Presence:
     def ended(self, fd: int) -> None:
         """Take in that a watched descriptor is readable."""
         self._epoll.unregister(fd)
-        fabric_id, pid, departed = self._watched.pop(fd)
+        fabric_id, pid = self._watched.pop(fd)
         self._exited.add(fabric_id)
         self.ends[fabric_id] = end_of(pid, fd)
-        if departed():
+        if self.has_parted(fabric_id):
             self.parted.add(fabric_id)
+        self._departed.pop(fabric_id, None)  # it refers to the memory of the process
         self.suspect(fabric_id)
 
     def is_watched(self, fabric_id: str) -> bool:
         """Whether the end of a process is seen without any link to it."""
-        return fabric_id in self._exited or any(
-            watched == fabric_id for watched, *_ in self._watched.values()
-        )
+        return fabric_id in self._exited or fabric_id in self._departed
+
+    def has_parted(self, fabric_id: str) -> bool:
+        """Whether a process is known to have closed everything in good order."""
+        departed = self._departed.get(fabric_id)
+        return fabric_id in self.parted or (departed is not None and departed())
 
     # Processes that are gone
 

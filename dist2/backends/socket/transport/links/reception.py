@@ -114,6 +114,12 @@ class Reception:
         return fabric_id in _in_process
 
     @staticmethod
+    def has_departed(fabric_id: str) -> bool:
+        """Whether a fabric of this process takes no connections any more: no rank of it can die alone."""
+        fabric = _in_process.get(fabric_id)
+        return fabric is None or not fabric._expects
+
+    @staticmethod
     def connect(fabric_id: str) -> socket.socket:
         """Return a connection to another fabric of this process.
 
@@ -121,7 +127,7 @@ class Reception:
             PeerLostError: It is closed.
         """
         other = _in_process.get(fabric_id)
-        if other is None or not other._expects:
+        if other is None or Reception.has_departed(fabric_id):
             raise PeerLostError("the rank's fabric in this process is closed")
         mine, theirs = socket.socketpair()
         for end in (mine, theirs):

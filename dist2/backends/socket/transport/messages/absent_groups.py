@@ -28,7 +28,7 @@ class AbsentGroups:
     def __init__(self) -> None:
         self._frames: list[Frame] = []
         self._closed: dict[int, None] = {}
-        self._untold: dict[str, deque[int]] = {}
+        self._untold: dict[str, deque[tuple[int, int]]] = {}
 
     def hold(self, link: Link, header: Header, payload: bytearray | None) -> None:
         """Keep a frame until its group is opened; drop it if the group has been closed.
@@ -61,11 +61,17 @@ class AbsentGroups:
         if len(self._closed) > MAX_CLOSED:
             del self._closed[next(iter(self._closed))]
 
-    def tell_later(self, fabric_id: str, context: int) -> None:
-        """Remember that a member without a link does not know that a group has been closed."""
-        self._untold.setdefault(fabric_id, deque(maxlen=MAX_UNTOLD)).append(context)
+    def tell_later(self, fabric_id: str, context: int, seq: int) -> None:
+        """Remember that a member without a link does not know that a group has been closed.
+
+        Args:
+            fabric_id: The member.
+            context: The group.
+            seq: The last collective that this rank called in it.
+        """
+        self._untold.setdefault(fabric_id, deque(maxlen=MAX_UNTOLD)).append((context, seq))
 
     def tell(self, link: Link) -> None:
         """Notify a newly linked process of the groups that were closed before."""
-        for context in self._untold.pop(link.peer_id or "", ()):
-            link.put(Header(Kind.LEAVE, context=context).encode())
+        for context, seq in self._untold.pop(link.peer_id or "", ()):
+            link.put(Header(Kind.LEAVE, context=context, seq=seq).encode())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from dist2.backends.consensus import Consensus
 from dist2.backends.socket.transport.base import ANY_SOURCE
@@ -11,6 +11,7 @@ from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.linkage import Linkage
 from dist2.backends.socket.transport.links.presence import Presence
 from dist2.backends.socket.transport.messages.assembly import Assembly
+from dist2.backends.socket.transport.messages.explaining import left_words
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.backends.socket.wire import ABORTED, Header, Kind
@@ -53,20 +54,30 @@ class Departures:
 
     # Members
 
-    def member_left(self, mailbox: Mailbox, peer: int, how: str = "left the group") -> None:
+    def member_left(self, mailbox: Mailbox, peer: int) -> None:
         """Fail the operations that are pending with a member that closed the group."""
         mailbox.left.add(peer)
         self._assembly.departed(mailbox, peer)
-        error = PeerLostError(f"rank {peer} {how}", ranks=[peer])
+        error = aborted_error(mailbox, [peer]) if peer in mailbox.aborters else left_error(mailbox, [peer])
         alone = len(mailbox.left | {mailbox.rank}) == len(mailbox.cards)
         for message in mailbox.pending():
             if message.source == peer or (alone and message.source == ANY_SOURCE):
                 self._outcomes.cancel(mailbox, message, error)
 
+    def fall_behind(self, mailbox: Mailbox, ranks: Sequence[int]) -> None:
+        """Fail the pending collective: members have left without having called it.
+
+        It may need them only through others, which tell nothing of it.
+        """
+        error = left_error(mailbox, ranks)
+        for message in mailbox.pending():
+            if not message.tagged:
+                self._outcomes.cancel(mailbox, message, error)
+
     def member_aborted(self, mailbox: Mailbox, peer: int) -> None:
         """Fail operations pending with a member that aborted the group; the others a moment later."""
         mailbox.aborters.add(peer)
-        self.member_left(mailbox, peer, "aborted the group" + mailbox.why([peer]))
+        self.member_left(mailbox, peer)
         self.deserted.setdefault(mailbox, time.monotonic() + LINGER_S)
 
     def leave_out(self, mailbox: Mailbox, consensus: Consensus, ranks: Iterable[int]) -> None:
@@ -78,6 +89,8 @@ class Departures:
         self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
     ) -> None:
         mailbox.take_reason(peer, payload)
+        mailbox.calls.note_called(peer, header.seq)
+        mailbox.unanswered[peer] = 0.0  # it calls nothing more
         if header.flags & ABORTED:
             self.member_aborted(mailbox, peer)
         else:
@@ -145,7 +158,7 @@ class Departures:
         presence = self._presence
         for fabric_id in presence.overdue():
             links = self._linkage.to(fabric_id)
-            if fabric_id in presence.parted:
+            if presence.has_parted(fabric_id):
                 self.process_left(fabric_id)
             elif not links or presence.was_cut_off(fabric_id):
                 # Held open by forked children of the process; or one of two links is cut, and frames were
@@ -168,7 +181,12 @@ def lost_error(mailbox: Mailbox, dead: Mapping[str, str]) -> PeerLostError:
     return PeerLostError(ranks_ended(ends), ranks=list(ends))
 
 
-def aborted_error(mailbox: Mailbox) -> PeerLostError:
-    """Return the error that names the members that aborted the group."""
-    ranks = sorted(mailbox.aborters)
+def left_error(mailbox: Mailbox, ranks: Sequence[int]) -> PeerLostError:
+    """Return the error that names members that closed the group."""
+    return PeerLostError(f"{rank_names(ranks)} {left_words(mailbox.why(ranks))}", ranks=ranks)
+
+
+def aborted_error(mailbox: Mailbox, ranks: Sequence[int] = ()) -> PeerLostError:
+    """Return the error that names members that aborted the group: these, or all of them."""
+    ranks = ranks or sorted(mailbox.aborters)
     return PeerLostError(f"{rank_names(ranks)} aborted the group{mailbox.why(ranks)}", ranks=ranks)

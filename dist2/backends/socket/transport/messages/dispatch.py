@@ -24,14 +24,14 @@ from dist2.backends.socket.transport.messages.credit import (
     cost_of,
 )
 from dist2.backends.socket.transport.messages.delivery import Delivery
-from dist2.backends.socket.transport.messages.departures import aborted_error
+from dist2.backends.socket.transport.messages.departures import aborted_error, left_error
 from dist2.backends.socket.transport.messages.explaining import overdue
 from dist2.backends.socket.transport.messages.loans import Lent
 from dist2.backends.socket.transport.messages.mailbox import Arrived, Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.backends.socket.transport.messages.transfer import Message, Receiving, Sending
 from dist2.backends.socket.wire import EAGER_BYTES, LOAN_BYTES, PROMPT_BYTES, TAGGED, Header, Kind
-from dist2.errors import Dist2Error, PeerLostError, rank_names
+from dist2.errors import Dist2Error, PeerLostError
 
 
 class Dispatch:
@@ -106,10 +106,9 @@ class Dispatch:
         if peer in mailbox.aborters:
             return aborted_error(mailbox)
         if peer in mailbox.left:
-            return PeerLostError(f"rank {peer} left the group", ranks=[peer])
+            return left_error(mailbox, [peer])
         if peer == ANY_SOURCE and len(mailbox.left | {mailbox.rank}) == len(mailbox.cards) > 1:
-            others = sorted(mailbox.left)
-            return PeerLostError(f"{rank_names(others)} left the group", ranks=others)
+            return left_error(mailbox, sorted(mailbox.left))
         return None
 
     def _unreachable(self, mailbox: Mailbox, peer: int) -> PeerLostError | None:
@@ -119,14 +118,14 @@ class Dispatch:
         try:
             self._courier.reach(mailbox, peer)
         except PeerLostError as error:
-            return PeerLostError(f"rank {peer} cannot be reached: {error}", ranks=[peer])
+            return self._unreached(mailbox, peer, error)
         return None
 
     def _send(self, mailbox: Mailbox, sending: Sending) -> None:
         try:
             link = self._courier.reach(mailbox, sending.peer)
-        except PeerLostError:  # it went while the message waited for credit
-            self._unreached(mailbox, sending)
+        except PeerLostError as error:  # it went while the message waited for credit
+            self._outcomes.finish(sending, mailbox.fault or self._unreached(mailbox, sending.peer, error))
             return
         if sending.fingerprint not in mailbox.calls.told[sending.peer]:
             seq = None if sending.tagged else sending.seq
@@ -144,10 +143,11 @@ class Dispatch:
         else:
             try:
                 sent = link.send(_header(Kind.EAGER, sending, nbytes=sending.nbytes).encode(), sending)
-            except OSError:
+            except OSError as error:
                 link.give_up_writing()  # whether it died or left is known once all it sent is read
                 self._connector.hear_why(link)
-                self._unreached(mailbox, sending)
+                refusal = self._unreached(mailbox, sending.peer, error.strerror or error)
+                self._outcomes.finish(sending, mailbox.fault or refusal)
                 return
             if sent:
                 self._outcomes.finish(sending, None)
@@ -196,11 +196,11 @@ class Dispatch:
         self._linkage.flush(link)
         return True
 
-    def _unreached(self, mailbox: Mailbox, sending: Sending) -> None:
-        peer = sending.peer
-        self._outcomes.finish(
-            sending, mailbox.fault or PeerLostError(f"rank {peer} cannot be reached", ranks=[peer])
-        )
+    def _unreached(self, mailbox: Mailbox, peer: int, why: object) -> PeerLostError:
+        """Return the error of a message to a member that cannot be reached."""
+        if self._presence.has_parted(mailbox.fabric_ids[peer]):
+            return left_error(mailbox, [peer])
+        return PeerLostError(f"rank {peer} cannot be reached: {why}", ranks=[peer])
 
     def _send_to_self(self, mailbox: Mailbox, sending: Sending) -> None:
         header = _header(Kind.ANNOUNCE, sending, transfer=sending.number)

@@ -11,7 +11,7 @@ from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links.card import Card
 from dist2.backends.socket.transport.messages.ballot import Ballot
 from dist2.backends.socket.transport.messages.calls import Describe
-from dist2.backends.socket.transport.messages.explaining import last_seen, overdue
+from dist2.backends.socket.transport.messages.explaining import last_seen, left_words, overdue
 from dist2.backends.socket.transport.messages.inquiry import Inquiry
 from dist2.backends.socket.transport.messages.mailbox import Mailbox, OnRevoked
 from dist2.backends.socket.transport.messages.transfer import Message, Receiving, Sending
@@ -364,12 +364,14 @@ class FabricEndpoint(Endpoint):
     def departed(self) -> dict[int, str]:
         """Return the group ranks that are known to have left or aborted the group, in words."""
         mailbox = self._mailbox
+        with self._fabric.lock:
+            self._fabric.probes.reach(mailbox)  # a member without a link may not have been able to say so
         self._fabric.poller.attend()
         with self._fabric.lock:
             return {
                 rank: f"aborted the group{mailbox.why([rank])}"
                 if rank in mailbox.aborters
-                else "left the group"
+                else left_words(mailbox.why([rank]))
                 for rank in mailbox.left
             }
 

@@ -12,6 +12,16 @@ HEAR_S = 0.3
 """Longest time that a rank with a failed operation waits for the others' reports."""
 
 
+def left_words(why: str = "") -> str:
+    """Return that a rank has closed the group which others wait for, in words that follow its name.
+
+    Args:
+        why: The error that broke the group on it, as a suffix; empty without one.
+    """
+    fewer = " after fewer calls: uneven batches? Use torch's Join, or agree on the number of steps"
+    return f"left the group{why or fewer}"
+
+
 def differing(calls: Calls) -> dict[int, Called]:
     """Return the members that are known to have called something else than this rank."""
     mine = (calls.mine.seq, calls.mine.fingerprint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from dist2.backends.socket.transport.links.linkage import Linkage
 from dist2.backends.socket.transport.links.presence import Presence
@@ -30,6 +31,7 @@ class Groups:
         intake: Processes frames that arrived before their group was opened.
         mailboxes: The mailboxes of the open groups, by context.
         absent: Keeps frames of groups that are not open.
+        attend: Sees to it that links are accepted while no thread waits.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Groups:
         intake: Intake,
         mailboxes: dict[int, Mailbox],
         absent: AbsentGroups,
+        attend: Callable[[], None],
     ) -> None:
         self._linkage = linkage
         self._presence = presence
@@ -51,6 +54,7 @@ class Groups:
         self._intake = intake
         self._mailboxes = mailboxes
         self._absent = absent
+        self._attend = attend
         self._ended: Dist2Error | None = None
 
     def open(self, mailbox: Mailbox) -> None:
@@ -87,13 +91,15 @@ class Groups:
         self._departures.deserted.pop(mailbox, None)
         flags = 0 if mailbox.aborted is None else ABORTED
         why = mailbox.reason
-        frame = Header(Kind.LEAVE, flags, mailbox.context, nbytes=len(why)).encode() + why
+        seq = mailbox.calls.latest
+        frame = Header(Kind.LEAVE, flags, mailbox.context, seq, nbytes=len(why)).encode() + why
         for rank, fabric_id in enumerate(mailbox.fabric_ids):
             if self._linkage.outgoing.get(fabric_id) is not None or mailbox.aborted is not None:
                 # After an abort the others may wait for this member, which may never come to wait itself.
                 self._courier.tell(mailbox, rank, frame)
             elif rank != mailbox.rank and rank not in mailbox.left and fabric_id not in self._presence.dead:
-                self._absent.tell_later(fabric_id, mailbox.context)
+                self._absent.tell_later(fabric_id, mailbox.context, seq)
+                self._attend()  # it may connect when all threads of this process compute
         mailbox.let_go()
 
     def end(self, error: Dist2Error) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from time import monotonic_ns
 
 from dist2.backends.socket.transport.fabric import Fabric
+from dist2.backends.socket.transport.messages.departures import left_error
 from dist2.backends.socket.transport.messages.explaining import HEAR_S, differing, explained
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.errors import GroupRevokedError, MismatchError, PeerLostError
@@ -47,11 +48,18 @@ class Inquiry:
             error = self._mailbox.fault or error
         if isinstance(error, PeerLostError):
             self.hear_out(error.ranks)
-            error = self._mailbox.fault or error
+            error = self._mailbox.fault or self._as_told(error)
         if isinstance(error, MismatchError):
             self._fabric.poller.run_until(self._all_described, deadline_in(_ALL_DESCRIBE_S), lambda: False)
             self._fabric.poller.run_until(self._is_explained, deadline_in(HEAR_S), lambda: False)
             return explained(self._mailbox.calls)
+        return error
+
+    def _as_told(self, error: PeerLostError) -> PeerLostError:
+        """Return the error of a message that failed before its peer was known to have left."""
+        mailbox = self._mailbox
+        if error.ranks and mailbox.left.issuperset(error.ranks) and mailbox.aborters.isdisjoint(error.ranks):
+            return left_error(mailbox, error.ranks)
         return error
 
     def hear_out(self, ranks: Collection[int], left: Collection[int] = ()) -> None:

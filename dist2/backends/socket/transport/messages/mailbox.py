@@ -83,7 +83,7 @@ class Mailbox:
         reason: The error that broke the group on this rank, for members that wait for it.
         reasons: The errors reported by other members.
         on_revoked: Called when a member has revoked the group; under the fabric's lock.
-        unanswered: Members that did not answer probes, and since when (in seconds).
+        unanswered: Members that did not answer probes, or have left, and since when (in seconds).
         accounts: Credit of collectives and of point-to-point, by group rank.
         sending: Announced sends, by their number.
         accepted: Receives whose payload is coming in.

@@ -62,13 +62,21 @@ class Probes:
         if mailbox.fault is not None:
             return
         frame = self._probe_frame(mailbox, 0)
+        for link in self.reach(mailbox):
+            self._linkage.send(link, frame)
+        behind = [rank for rank in sorted(mailbox.left) if self._did_not_call(mailbox, rank)]
+        if behind:
+            self._departures.fall_behind(mailbox, behind)
+
+    def reach(self, mailbox: Mailbox) -> list[Link]:
+        """Return links to the members to probe; those that cannot be reached are gone, after a while."""
+        links = []
         for rank in self._probed(mailbox):
             try:
-                link = self._courier.reach(mailbox, rank)
+                links.append(self._courier.reach(mailbox, rank))
             except PeerLostError:
                 self._nobody_answered(mailbox, rank)
-                continue
-            self._linkage.send(link, frame)
+        return links
 
     @staticmethod
     def _probed(mailbox: Mailbox) -> Iterator[int]:
@@ -106,12 +114,24 @@ class Probes:
         know that it did. A process of this host has a watcher, which decides instead.
         """
         fabric_id = mailbox.fabric_ids[rank]
+        if self._presence.has_parted(fabric_id):
+            self._departures.process_left(fabric_id)
+            return
         if self._presence.is_watched(fabric_id):
             return
+        if self._did_not_call(mailbox, rank, at_least=1):
+            self._departures.process_died(fabric_id)
+
+    @staticmethod
+    def _did_not_call(mailbox: Mailbox, rank: int, at_least: int = 0) -> bool:
+        """Whether a member that is gone is known not to have called this rank's collective.
+
+        Others that know better say so within a while.
+        """
         now = time.monotonic()
         since = mailbox.unanswered.setdefault(rank, now)
-        if now - since >= UNANSWERED_S and mailbox.calls.seen[rank] < max(mailbox.calls.latest, 1):
-            self._departures.process_died(fabric_id)
+        latest = max(mailbox.calls.latest, at_least)
+        return now - since >= UNANSWERED_S and mailbox.calls.seen[rank] < latest
 
     def on_probe(
         self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None

@@ -1,0 +1,109 @@
+"""A rank leaves a group in good order, at every point of the group's life, and its process lives on.
+
+The others call an operation that needs it: they get an error that names it, and wait for no timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from support.processes import Crew, caught, hear, tell
+from support.ranks import Tenant, run_ranks
+from support.time_limits import in_time
+
+from dist2 import PeerLostError, ProcessGroup
+
+SIZE = 3
+LEAVER = 1
+TOLD_S = 1.0
+TIMEOUT_S = 15.0
+
+
+def _exchange(pg: ProcessGroup) -> None:
+    """Send a message between two ranks that stay."""
+    if pg.rank() == 0:
+        pg.send(torch.ones(1), 2)
+    elif pg.rank() == 2:
+        pg.recv(torch.ones(1), 0)
+
+
+POINTS: dict[str, Callable[[ProcessGroup], object]] = {
+    "before the first call": lambda pg: None,
+    "after a message of others": _exchange,
+    "after a broadcast": lambda pg: pg.broadcast(torch.ones(4), 0),
+    "after a barrier": lambda pg: pg.barrier(),
+}
+NEEDS: dict[str, Callable[[ProcessGroup], object]] = {
+    "all_reduce": lambda pg: pg.all_reduce(torch.ones(4)),
+    "long all_reduce": lambda pg: pg.all_reduce(torch.ones(600_000)),
+    "async all_reduce": lambda pg: pg.all_reduce(torch.ones(4), async_op=True).wait(),
+    "barrier": lambda pg: pg.barrier(),
+    "broadcast": lambda pg: pg.broadcast(torch.ones(4), LEAVER),
+    "recv": lambda pg: pg.recv(torch.ones(4), LEAVER),
+    "monitored_barrier": lambda pg: pg.monitored_barrier(),
+}
+
+
+def leave(pg: ProcessGroup, point: str, need: str, stays: bool) -> tuple[str, tuple[int, ...], float] | None:
+    """Leave, or need the leaver; return the error, the ranks that it names, and the time that it took.
+
+    Args:
+        stays: The leaver has another group, so that its process keeps its links.
+    """
+    child = pg.split(range(SIZE))
+    assert child is not None
+    group = child if stays else pg
+    if not stays:
+        child.shutdown()
+    POINTS[point](group)
+    all_know = [f"{rank} knows" for rank in range(SIZE) if rank != LEAVER]
+    if pg.rank() == LEAVER:
+        group.shutdown()
+        hear(pg, *all_know)  # it calls nothing meanwhile
+        return None
+    error, took_s = caught(PeerLostError, lambda: NEEDS[need](group))
+    tell(pg, f"{pg.rank()} knows")
+    hear(pg, *all_know)  # from no abort of another
+    group.abort()
+    return str(error), error.ranks, took_s
+
+
+def judge(told: list[tuple[str, tuple[int, ...], float] | None], case: tuple[object, ...]) -> None:
+    for each in told[:LEAVER] + told[LEAVER + 1 :]:
+        assert each is not None
+        text, ranks, took_s = each
+        assert ranks == (LEAVER,), (case, text)
+        assert f"rank {LEAVER} left the group after fewer calls: uneven batches?" in text, case
+        in_time(took_s, TOLD_S, case)
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("transport", ["inproc", "shm", "tcp", "hosts"])
+def test_a_thread_that_leaves_is_known_to_all(transport: str, point: str) -> None:
+    tenant = Tenant(transport, "socket", {"transport": transport})
+    if transport == "hosts":
+        tenant = Tenant("hosts", "socket", layout=(0, 1, 1))
+    for need in NEEDS:
+        for stays in (False, True):
+            told = run_ranks(
+                SIZE, lambda pg, n=need, s=stays: leave(pg, point, n, s), tenant, timeout=TIMEOUT_S
+            )
+            judge(told, (need, stays))
+
+
+@pytest.fixture(scope="module")
+def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
+    made = Crew(SIZE, tmp_path_factory.mktemp("stores"))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_process_that_leaves_and_lives_on_is_known_to_all(crew: Crew, transport: str, point: str) -> None:
+    for need in NEEDS:
+        for stays in (False, True):
+            told = crew.run(leave, point, need, stays, transport=transport, timeout=TIMEOUT_S)
+            judge(told, (need, stays))
