@@ -246,6 +246,16 @@ class FlightRecorder:
         with self._lock:
             return list(self._ring)
 
+    def delivered(self) -> dict[Channel, int]:
+        """Return how many messages were sent or received since the start, by channel.
+
+        Examples:
+            >>> observability.FlightRecorder(100).delivered()
+            {}
+        """
+        with self._lock:
+            return {channel: tally.count for channel, tally in self._delivered.items()}
+
     def open_groups(self) -> list[GroupInfo]:
         """Return the groups that are open, in the order they are known.
 

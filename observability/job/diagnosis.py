@@ -6,17 +6,25 @@ An edge of the wait-for graph leads from a rank inside an operation to each miss
 missing rank that waits for no rank, or does not answer; where all missing ranks wait, a cycle of the graph
 is the reason, and where members of one group called different operations under one number, that divergence
 is. Where no operation waits, but most ranks are in one other call of dist2, the others are culprits.
+
+An asynchronous operation is *idle* if no thread of its rank waits for it, such as a receive that was posted
+in advance. A rank does not wait because of it, so an idle operation makes an edge only if the others explain
+nothing: a program may wait in a way that cannot be seen from here, such as a loop that polls. A cycle with
+an idle operation is no deadlock. In a cycle with a message, the rank that made fewer calls is the culprit.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
 import attrs
 
+from observability.job.graph import cycles, longest_path_to
+from observability.job.messages import owed
 from observability.job.rank_text import named, ranks_of
 from observability.job.state import State
 
@@ -45,7 +53,7 @@ class Answer:
         url: Its control plane; empty where it has none.
         offset_s: Its clock minus that of the asking process.
         error_s: How far that may be off.
-        outside: How its process looks from another one of its host, where it is silent.
+        outside: How its process looks from another one of its host, where it is silent: `Outside`.
     """
 
     state: State | None = None
@@ -65,10 +73,25 @@ class Answer:
     @property
     def why_silent(self) -> str:
         """All that is known of its silence, in words."""
-        return f"{self.silence}; {self.outside['words']}" if self.outside else self.silence
+        if self.outside is None:
+            return self.silence
+        cause = self.outside["cause"] if self.silence.startswith(NO_ANSWER) else ""
+        return f"{self.silence}; {self.outside['words']}" + (f": {cause}" if cause else "")
 
 
 Answers = Mapping[int, Answer]
+
+
+def how_ended(pid: int, answers: Answers) -> str:
+    """Return how a process ended, as failures of its peers say it: ``was killed by SIGSEGV``; else empty."""
+    words = re.compile(rf"\b{pid}\b[^;:,]*? (was killed by (?:SIG\w+|signal \d+)|exited with code \d+)")
+    messages = (
+        failure["message"]
+        for answer in answers.values()
+        if answer.state is not None
+        for failure in answer.state["failures"]
+    )
+    return next((found[1] for text in messages if (found := words.search(text))), "")
 
 
 @attrs.frozen
@@ -237,24 +260,31 @@ class _Diagnostician:
         self._answers = answers
         self._after_s = after_s
         self._states = {rank: each.state for rank, each in answers.items() if each.state is not None}
-        self._edges: dict[int, dict[int, Waiting]] = defaultdict(dict)
+        self._edges: dict[int, dict[int, Waiting]] = {}
         self._apart: list[int] = []
+        self._idle = {
+            (key_of(each, rank), rank)
+            for rank, state in self._states.items()
+            for each in state["in_flight"]
+            if each["idle"]
+        }
 
     def diagnosis(self) -> Diagnosis:
         waiting = self._waiting()
-        for each in waiting:
-            for rank in each.ranks:
-                for missing in each.missing:
-                    self._edges[rank].setdefault(missing.rank, each)
-        missing_ranks = {missing.rank for each in waiting for missing in each.missing}
-        blamed = sorted(rank for rank in missing_ranks if not self._edges.get(rank))
-        cycles = self._cycles()
-        odd = [] if blamed else self._odd_ones(waiting, cycles)
+        awaited = [each for each in waiting if any((each.key, rank) not in self._idle for rank in each.ranks)]
+        blamed, found = self._judged(awaited, with_idle=False)
+        if not blamed and not found:
+            blamed, found = self._judged(waiting, with_idle=True)
+        odd = [] if blamed else self._odd_ones(waiting, found)
         divergences = tuple(self._divergences())
         silent = {rank: each for rank, each in self._answers.items() if each.state is None}
-        unwell = [rank for rank, each in silent.items() if each.outside and rank not in blamed]
+        unwell = [
+            rank
+            for rank, each in silent.items()
+            if each.outside and (each.is_gone or not (blamed or odd)) and rank not in blamed
+        ]
         verdict = [self._blame(rank, waiting) for rank in blamed]
-        verdict += [f"deadlock: {cycle}" for cycle in cycles.values()]
+        verdict += map(self._told_cycle, found)
         verdict += [self._told_odd(rank, waiting) for rank in odd]
         verdict += divergences
         verdict += self._stuck_inside(waiting)
@@ -266,10 +296,36 @@ class _Diagnostician:
             culprits=tuple(culprits),
             waiting=tuple(waiting),
             chains=tuple(self._chains(blamed)),
-            cycles=tuple(cycles.values()),
+            cycles=tuple(self._told([*cycle, cycle[0]]) for cycle in found if not self._is_idle(cycle)),
             divergences=divergences,
             silent={rank: each.why_silent for rank, each in silent.items()},
         )
+
+    def _judged(self, waiting: list[Waiting], with_idle: bool) -> tuple[list[int], list[list[int]]]:
+        """Make the edges of some operations; return the ranks to blame, and the cycles that remain."""
+        edges: dict[int, dict[int, Waiting]] = defaultdict(dict)
+        for each in waiting:
+            for rank in each.ranks:
+                if with_idle or (each.key, rank) not in self._idle:
+                    for missing in each.missing:
+                        edges[rank].setdefault(missing.rank, each)
+        self._edges = edges
+        missing_ranks = {missing.rank for each in waiting for missing in each.missing}
+        blamed = {rank for rank in missing_ranks if not edges.get(rank)}
+        found = cycles(edges)
+        for cycle in found:
+            owing = {other for rank, other in _steps(cycle) if self._owed(rank, edges[rank][other])}
+            if len(owing) < len(cycle):
+                blamed |= owing
+        return sorted(blamed), found
+
+    def _owed(self, rank: int, waiting: Waiting) -> str:
+        """Say that the peer of a rank's message has made fewer calls; empty if not."""
+        if not waiting.key[2] or rank not in self._states:
+            return ""
+        in_flight = self._states[rank]["in_flight"]
+        mine = (each for each in in_flight if key_of(each, rank) == waiting.key)
+        return next((owed(self._states, rank, each) for each in mine), "")
 
     # Which operation waits for which ranks
 
@@ -376,18 +432,23 @@ class _Diagnostician:
         state = self._states[rank]
         main, parts = state["main"], []
         old = [each for each in state["in_flight"] if each["age_s"] >= self._after_s]
-        if old:
-            first = old[0]
+        awaited = [each for each in old if not each["idle"]]
+        idle = [each for each in old if each["idle"]]
+        if awaited:
+            first = awaited[0]
             parts.append(f"it is in {first['op']} #{first['seq']} of group {first['group']}")
         elif main["inside"] and main["place"]:
-            parts.append(f"its main thread is in dist2's {main['inside']}, called at {main['place']}")
-        if main["place"] and not (main["inside"] and not old):
+            parts.append(f"its main thread is in {main['inside']}, called at {main['place']}")
+        if main["place"] and not (main["inside"] and not awaited):
             parts.append(f"its main thread is at {main['place']}")
         if main["exception"]:
             parts.append(f"it is handling {main['exception']}")
         if state["failures"]:
             latest = state["failures"][0]
             parts.append(f"its last failure was {latest['error']} in {latest['call']}")
+        for each in idle[:1]:
+            what = f"{each['op']} #{each['seq']} of group {each['group']}"
+            parts.append(f"no thread of it waits for {what}, which is in flight")
         return "; ".join(parts) or "it is outside of any operation"
 
     def _blame(self, rank: int, waiting: list[Waiting]) -> str:
@@ -399,7 +460,9 @@ class _Diagnostician:
         alone = f"rank {rank}{last} is waited for by {named(first.ranks)} in {first.title}"
         others = "".join(f", by {named(each.ranks)} in {each.title}" for each in waits[1:MAX_TOLD])
         more = f" and in {len(waits) - MAX_TOLD} more operations" if len(waits) > MAX_TOLD else ""
-        return f"{alone}{others}{more} for {first.age_s:.1f} s: {missing.stands}"
+        found = (self._owed(caller, each) for each in waits for caller in each.ranks)
+        counts = next((f"; {text}" for text in found if text), "")
+        return f"{alone}{others}{more} for {first.age_s:.1f} s: {missing.stands}{counts}"
 
     # Divergences, chains, cycles
 
@@ -434,25 +497,9 @@ class _Diagnostician:
     def _chains(self, culprits: list[int]) -> Iterator[str]:
         """Yield the path from a waiting rank to each culprit, where it is longer than one step."""
         for culprit in culprits:
-            path = self._longest_path_to(culprit)
+            path = longest_path_to(self._edges, culprit)
             if len(path) > 2:
                 yield self._told(path)
-
-    def _longest_path_to(self, culprit: int) -> list[int]:
-        """Return the longest of the shortest paths from any rank to one; breadth first, backwards."""
-        before: dict[int, list[int]] = defaultdict(list)
-        for rank, edges in self._edges.items():
-            for other in edges:
-                before[other].append(rank)
-        paths, frontier = {culprit: [culprit]}, [culprit]
-        last = [culprit]
-        while frontier:
-            at = frontier.pop(0)
-            for rank in before[at]:
-                if rank not in paths:
-                    paths[rank] = last = [rank, *paths[at]]
-                    frontier.append(rank)
-        return last
 
     def _told(self, path: list[int]) -> str:
         steps = [
@@ -462,9 +509,9 @@ class _Diagnostician:
         ]
         return ", ".join(steps)
 
-    def _odd_ones(self, waiting: list[Waiting], cycles: Mapping[frozenset[int], str]) -> list[int]:
+    def _odd_ones(self, waiting: list[Waiting], found: list[list[int]]) -> list[int]:
         """Return the ranks of cycles that are in an operation with fewer ranks than the others are in."""
-        in_cycles = frozenset().union(*cycles)
+        in_cycles = {rank for cycle in found for rank in cycle if not self._is_idle(cycle)}
         company = {
             rank: max(len(each.ranks) for each in waiting if rank in each.ranks) for rank in sorted(in_cycles)
         }
@@ -486,7 +533,8 @@ class _Diagnostician:
         inside: dict[tuple[str, str], list[int]] = defaultdict(list)
         for rank, state in self._states.items():
             main = state["main"]
-            if main["inside"] and not state["in_flight"] and main["for_s"] >= self._after_s:
+            is_ours = str(main["inside"]).startswith("dist2's ")
+            if is_ours and not state["in_flight"] and main["for_s"] >= self._after_s:
                 inside[main["inside"], main["place"]].append(rank)
         for (function, place), ranks in inside.items():
             outside = sorted({*self._answers} - set(ranks))
@@ -498,33 +546,23 @@ class _Diagnostician:
                     for rank in outside[:4]
                 )
                 verb = "is" if len(ranks) == 1 else "are"
-                yield f"{named(ranks)} {verb} in dist2's {function}, called at {place}; {others}"
+                yield f"{named(ranks)} {verb} in {function}, called at {place}; {others}"
 
-    def _cycles(self) -> dict[frozenset[int], str]:
-        """Return the shortest cycle through each rank, each cycle once, beginning with its lowest rank."""
-        found: dict[frozenset[int], str] = {}
-        for start in sorted(self._edges)[:MAX_WAITS]:
-            cycle = self._cycle_from(start)
-            if cycle and min(cycle) == start:
-                found.setdefault(frozenset(cycle), self._told([*cycle, start]))
-        return found
+    def _told_cycle(self, cycle: list[int]) -> str:
+        """Say which ranks of a cycle wait for which; where an operation is idle, where each rank is."""
+        steps = self._told([*cycle, cycle[0]])
+        if not self._is_idle(cycle):
+            return f"deadlock: {steps}"
+        places = "; ".join(f"rank {rank}: {self._stands(rank)}" for rank in cycle[:4])
+        return f"{places}; so this is no deadlock: {steps}"
 
-    def _cycle_from(self, start: int) -> list[int]:
-        """Return the shortest way from a rank back to it, by breadth first; empty if there is none."""
-        before: dict[int, int] = {}
-        frontier = [start]
-        while frontier:
-            at = frontier.pop(0)
-            for other in self._edges.get(at, ()):
-                if other == start:
-                    path = [at]
-                    while path[-1] != start:
-                        path.append(before[path[-1]])
-                    return path[::-1]
-                if other not in before:
-                    before[other] = at
-                    frontier.append(other)
-        return []
+    def _is_idle(self, cycle: list[int]) -> bool:
+        """Whether an operation of a cycle is idle."""
+        return any((self._edges[rank][other].key, rank) in self._idle for rank, other in _steps(cycle))
+
+
+def _steps(cycle: list[int]) -> Iterable[tuple[int, int]]:
+    return pairwise([*cycle, cycle[0]])
 
 
 def _by_size(kinds: dict[str, list[int]]) -> list[tuple[str, list[int]]]:

@@ -15,7 +15,7 @@ from dist2.operation.signature import GroupInfo
 from dist2.runtime.other_process import Process
 from observability.client import Asker
 from observability.flight_recorder import FlightRecorder, global_rank
-from observability.job.diagnosis import Answer, Diagnosis, Key, diagnose
+from observability.job.diagnosis import Answer, Diagnosis, Key, diagnose, how_ended
 from observability.job.directory import Directory, Entry, hubs_of
 from observability.job.gathering import RANK_S, Gatherer, process_seen, seen_from_outside, written
 from observability.job.rank_text import named
@@ -226,6 +226,10 @@ class Member:
                 looked[rank] = seen
         for host, silent in by_host.items():
             looked |= self._seen_by_a_neighbour(host, silent, answers)
+        for rank, seen in looked.items():
+            pid = entries[rank].process.pid
+            if not seen["state"] and (how := how_ended(pid, answers)):
+                seen["words"] = f"process {pid} {how}"
         return {
             rank: attrs.evolve(answer, outside=looked[rank]) if rank in looked else answer
             for rank, answer in answers.items()

@@ -9,13 +9,18 @@ import os
 import sys
 import sysconfig
 import threading
+from collections.abc import Collection
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import attrs
+import torch
 
 from dist2.operation.runner import LIBRARY_PATHS
+from dist2.operation.signature import Operation
+from dist2.operation.work import Work
+from dist2.runtime.code_marks import folders_of
 from dist2.runtime.other_process import Process
 from observability.frames import frames_of_threads
 
@@ -25,7 +30,14 @@ MAX_MESSAGE = 300
 OVERLOAD = 4.0
 """From this load average for each core on, a process may be silent for want of time."""
 
-_OURS = (*LIBRARY_PATHS, str(Path(__file__).parent.parent))
+_OBSERVABILITY = str(Path(__file__).parent.parent)
+_OURS = (*LIBRARY_PATHS, _OBSERVABILITY)
+_ROOTS = (
+    (_OBSERVABILITY, "observability"),
+    *((root, "torch") for root in folders_of(torch.__spec__)),
+    *((root, "dist2") for root in LIBRARY_PATHS),
+)
+"""Folders of libraries, and their names."""
 _PYTHONS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 _STATES = {
@@ -54,8 +66,10 @@ def position(thread_id: int) -> dict[str, Any]:
     """Return where a thread of this process stands in user code; the main thread if that has ended.
 
     Returns:
-        ``place`` (``job.py:22 in load``), ``file``, ``line``; ``inside``: the outermost function of dist2
-        that the user code called, or None; ``exception``: the one that the thread is handling, or None.
+        ``place`` (``job.py:22 in load``), ``file``, ``line``; ``inside``: the outermost function of a library
+        that the user code called (``dist2's new_group``, ``torch's save``), or None; ``library``: the package
+        of the innermost frame (``torch.autograd``, ``dist2``), or empty; ``exception``: the one that the
+        thread is handling, or None.
     """
     with frames_of_threads() as frames:
         return _position(thread_id, frames)
@@ -65,18 +79,56 @@ def _position(thread_id: int, frames: dict[int, FrameType]) -> dict[str, Any]:
     if thread_id not in frames:
         thread_id = threading.main_thread().ident or 0
     frame = frames.get(thread_id)
-    found: dict[str, Any] = {"place": "", "file": "", "line": 0, "inside": None, "exception": None}
+    found: dict[str, Any] = {"place": "", "file": "", "line": 0, "inside": None, "library": ""}
     found["exception"] = _words(sys._current_exceptions().get(thread_id))
     if frame is None:
         return found
-    called: FrameType | None = None
-    while frame.f_code.co_filename.startswith(_OURS) and frame.f_back is not None:
-        called, frame = frame, frame.f_back
-    inside = None if called is None else called.f_code.co_name
-    innermost, frame = frame, _of_the_program(frame)
+    found["library"] = _library_of(frame)
+    innermost = frame = _outside_of_libraries(frame)
+    called = _called_from(frame, frames[thread_id])
+    inside = None if called is None else f"{_library_of(called).partition('.')[0]}'s {called.f_code.co_name}"
+    frame = _of_the_program(frame)
     place = _place(frame) if frame is innermost else f"{_place(frame)}, inside of {_place(innermost)}"
     line = frame.f_lineno or 0
     return {**found, "place": place, "file": frame.f_code.co_filename, "line": line, "inside": inside}
+
+
+def _outside_of_libraries(frame: FrameType) -> FrameType:
+    """Return the innermost frame of the program, or of a package that torch or dist2 did not call."""
+    while frame.f_code.co_filename.startswith(_OURS) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _called_from(caller: FrameType, innermost: FrameType) -> FrameType | None:
+    """Return the frame that a frame has called; None if it is the innermost."""
+    at: FrameType | None = innermost
+    while at is not None and at.f_back is not caller:
+        at = at.f_back
+    return at if at is not caller else None
+
+
+def _library_of(frame: FrameType) -> str:
+    """Return the package of a frame, two names deep, if it is of torch or dist2; else empty."""
+    name = frame.f_code.co_filename
+    for root, package in _ROOTS:
+        if name.startswith(root):
+            inner = name.removeprefix(root).strip("/").split("/")
+            return package if package != "torch" or len(inner) < 2 else f"{package}.{inner[0]}"
+    return ""
+
+
+def awaited_of(operations: Collection[Operation]) -> set[Operation]:
+    """Return the operations for whose Work a thread of this process waits."""
+    found = set()
+    with frames_of_threads() as frames:
+        for thread in frames:
+            at: FrameType | None = frames[thread]
+            while at is not None:
+                if at.f_code is Work.wait.__code__:
+                    found.add(at.f_locals["self"].operation)
+                at = at.f_back
+    return found.intersection(operations)
 
 
 def _of_the_program(frame: FrameType) -> FrameType:
@@ -121,13 +173,15 @@ class Outside:
 
     Attributes:
         state: The kernel's letter; empty where there is no such process.
-        words: The meaning of that for a rank that does not answer.
+        words: The meaning of that.
+        cause: Why a process in this state may accept a request and not answer; empty where `words` say it.
         threads: Name, state and kernel function of each thread.
     """
 
     state: str
     words: str
     threads: tuple[dict[str, str], ...] = ()
+    cause: str = ""
 
 
 def look_at(process: Process) -> Outside | None:
@@ -148,8 +202,8 @@ def look_at(process: Process) -> Outside | None:
     cause = "code in C holds the interpreter lock (GIL)"
     if load > OVERLOAD * cores:
         cause += f", or it gets no time: the load of its host is {load:.0f} on {cores} cores"
-    words = f"process {process.pid} is {activity} (state {state or '?'}) and its control plane does not run"
-    return Outside(state, f"{words}: {cause}", threads)
+    words = f"process {process.pid} is {activity} (state {state or '?'})"
+    return Outside(state, words, threads, f"its control plane does not run: {cause}")
 
 
 def _tasks(pid: int) -> tuple[dict[str, str], ...]:

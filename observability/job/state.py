@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,19 @@ from dist2.runtime.other_process import Process
 from observability.exposition import bus_share, dist2_version
 from observability.flight_recorder import FlightRecorder, error_text, global_rank
 from observability.group_status import GroupStatus
+from observability.job.messages import counts_of
 from observability.job.rank_text import rank_text
-from observability.job.stacks import position
+from observability.job.stacks import awaited_of, position
 from observability.metrics import Metrics
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Of the data below: control planes of another number say so, and are not read."""
 
 MAX_IN_FLIGHT = 64
 MAX_GROUPS = 64
 MAX_FAILURES = 3
+WAIT_IN_CPP = frozenset({"torch.autograd", "torch.distributed", "torch.futures"})
+"""Packages of torch that wait for operations in C++, where no frame shows it."""
 HISTORY = 64
 """Number of collectives of each group that are sent to the rank that compares all."""
 
@@ -98,8 +101,10 @@ class Witness:
         statuses = [
             each for each in self.metrics.statuses.groups() if rank is None or global_rank(each.info) == rank
         ][:MAX_GROUPS]
-        in_flight = self.in_flight()
-        groups = _groups(statuses, self.recorder.operations(), history, now_ns)
+        in_flight, main = self.in_flight(), self.look()
+        told = in_flight[:MAX_IN_FLIGHT]
+        awaited = awaited_of(told) if any(each.is_async for each in told) else set()
+        groups = _groups(statuses, self.recorder, history, now_ns)
         failures = [each for each in self.metrics.statuses.failures() if global_rank(each.group) == rank]
         return {
             "protocol": PROTOCOL,
@@ -110,9 +115,11 @@ class Witness:
             "pid": os.getpid(),
             "process": Process.here().text,
             "epoch_ns": time.time_ns(),
-            "main": self.look(),
+            "main": main,
             "groups": groups,
-            "in_flight": [operation_state(each, now_ns) for each in in_flight[:MAX_IN_FLIGHT]],
+            "in_flight": [
+                {**operation_state(each, now_ns), "idle": _is_idle(each, awaited, main)} for each in told
+            ],
             "in_flight_count": len(in_flight),
             "failures": [
                 {"group": each.group.name, "call": each.call, "error": each.error, "message": each.message}
@@ -141,12 +148,18 @@ class Witness:
         }
 
 
+def _is_idle(operation: Operation, awaited: Collection[Operation], main: State) -> bool:
+    """Whether no thread waits for an operation, as far as that can be seen: torch may wait in C++."""
+    return operation.is_async and operation not in awaited and main["library"] not in WAIT_IN_CPP
+
+
 def _groups(
-    statuses: list[GroupStatus], recorded: list[Operation], history: int, now_ns: int
+    statuses: list[GroupStatus], recorder: FlightRecorder, history: int, now_ns: int
 ) -> dict[str, State]:
     """Return the progress of each group by its uid; an open group hides closed ones of its uid."""
     recent: dict[GroupInfo, list[Operation]] = {status.info: [] for status in statuses}
-    for operation in reversed(recorded):
+    delivered = recorder.delivered()
+    for operation in reversed(recorder.operations()):
         of_group = recent.get(operation.signature.group)
         if of_group is not None and len(of_group) < history and not operation.signature.kind.is_p2p:
             of_group.append(operation)
@@ -164,6 +177,7 @@ def _groups(
                 "ranks": rank_text(info.global_ranks),
                 "state": status.state,
                 "begun": begun,
+                "messages": counts_of(info, delivered),
                 "recent": [operation_state(each, now_ns) for each in last],
             }
     return found

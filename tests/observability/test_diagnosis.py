@@ -30,6 +30,7 @@ def operation(seq: int, op: str = "all_reduce", uid: str = "w", **fields: Any) -
         "age_s": 10.0,
         "peer": None,
         "tag": 0,
+        "idle": False,
         "fingerprint": f"{op}",
         **fields,
     }
@@ -89,7 +90,7 @@ def test_the_sentence_about_a_culprit_says_which_ranks_are_in_which_operation() 
 
 def test_a_call_that_is_no_operation_is_told_once_it_takes_long() -> None:
     def inside(for_s: float) -> Answer:
-        main = {"place": "job.py:9 in main", "inside": "new_group", "exception": None, "for_s": for_s}
+        main = {"place": "job.py:9 in main", "inside": "dist2's new_group", "exception": None, "for_s": for_s}
         return rank(4, main=main)
 
     assert diagnose({0: inside(0.5), 1: rank(4), 2: rank(4)}, AFTER_S) == Diagnosis()
@@ -103,8 +104,8 @@ def test_a_call_that_is_no_operation_is_told_once_it_takes_long() -> None:
 
 def test_a_member_that_was_too_slow_to_answer_is_no_culprit_beside_one_that_is_missing() -> None:
     waiting, slow = operation(5), Answer(silence=f"{NO_ANSWER} 1.0 s")
-    running = attrs.evolve(slow, outside={"state": "R", "words": "process 7 is running"})
-    stopped = attrs.evolve(slow, outside={"state": "T", "words": "process 7 is stopped"})
+    running = attrs.evolve(slow, outside={"state": "R", "words": "process 7 is running", "cause": "no lock"})
+    stopped = attrs.evolve(slow, outside={"state": "T", "words": "process 7 is stopped", "cause": ""})
     gone = Answer(silence="its control plane is gone: connection refused")
     for silent, culprits in ((slow, {2}), (running, {2}), (stopped, {1, 2}), (gone, {1, 2})):
         found = diagnose({0: rank(5, waiting), 1: silent, 2: rank(4)}, AFTER_S)
@@ -115,7 +116,10 @@ def test_a_member_that_was_too_slow_to_answer_is_no_culprit_beside_one_that_is_m
 
 
 def test_a_silent_member_is_a_culprit_with_what_is_seen_of_it() -> None:
-    waiting, outside = operation(5), {"state": "T", "words": "process 7 is stopped (by a signal): state T"}
+    waiting, outside = (
+        operation(5),
+        {"state": "T", "words": "process 7 is stopped (by a signal): state T", "cause": ""},
+    )
     answers = {0: rank(5, waiting), 1: rank(5, waiting), 2: Answer(silence="no answer", outside=outside)}
     found = diagnose(answers, AFTER_S)
     assert found.culprits == (2,)
@@ -135,6 +139,79 @@ def test_a_message_meets_only_the_matching_call() -> None:
         found = diagnose({0: rank(0, recv), 1: rank(0, there), 2: rank(0)}, AFTER_S)
         (mine,) = (each for each in found.waiting if each.ranks == (0,))
         assert bool(mine.missing) is waits, there
+
+
+def test_a_slow_rank_is_no_culprit_beside_one_that_is_missing_in_another_group() -> None:
+    busy = {"state": "R", "words": "process 7 is running", "cause": "no lock"}
+    answers = {0: rank(5, operation(5), ranks="0,2"), 2: rank(4, ranks="0,2")}
+    answers[1] = Answer(silence=f"{NO_ANSWER} 1.0 s", outside=busy)
+    found = diagnose(answers, AFTER_S)
+    assert found.culprits == (2,)
+    assert found.silent == {1: f"{NO_ANSWER} 1.0 s; process 7 is running: no lock"}
+    assert diagnose({0: rank(5), 1: answers[1]}, AFTER_S).culprits == (1,), "where nothing else is wrong"
+
+
+def test_a_closed_control_plane_holds_no_lock() -> None:
+    asleep = {"state": "S", "words": "process 7 is asleep (state S)", "cause": "code in C holds the lock"}
+    answer = Answer(silence="its control plane is gone: connection refused", outside=asleep)
+    assert answer.why_silent.endswith("refused; process 7 is asleep (state S)")
+
+
+def counted(answer: Answer, **messages: dict[str, int]) -> Answer:
+    """Add the numbers of messages of a rank to its answer."""
+    assert answer.state is not None
+    answer.state["groups"]["w"]["messages"] = {"sent": {}, "received": {}, **messages}
+    return answer
+
+
+def test_operations_for_which_no_thread_waits_make_no_deadlock() -> None:
+    def posted(peer: int) -> Answer:
+        return rank(0, operation(1, "recv", peer=peer, idle=True), ranks="0-1")
+
+    found = diagnose({0: posted(1), 1: posted(0)}, AFTER_S)
+    assert (found.culprits, found.cycles) == ((), ())
+    (told,) = found.verdict
+    assert told.startswith(
+        "rank 0: its main thread is at job.py:99 in load; no thread of it waits for recv #1"
+    )
+    assert "no deadlock: rank 0 waits for rank 1 in recv #1" in told
+
+
+def test_a_rank_that_polls_for_an_operation_waits_where_nothing_else_is_wrong() -> None:
+    polls = rank(5, operation(5, idle=True))
+    found = diagnose({0: polls, 1: polls, 2: rank(4)}, AFTER_S)
+    assert found.culprits == (2,)
+    first, second = (f"group-{uid}" for uid in "wx")
+    groups = {
+        uid: {"name": name, "ranks": "0-2", "state": "open", "begun": 5, "recent": []}
+        for uid, name in (("w", first), ("x", second))
+    }
+    late = {**groups, "x": {**groups["x"], "begun": 4}}
+    chain = {
+        0: rank(5, operation(5, idle=True), groups={**groups, "w": {**groups["w"], "begun": 5}}),
+        1: rank(4, operation(5, uid="x", idle=True), groups={**groups, "w": {**groups["w"], "begun": 4}}),
+        2: rank(5, groups=late),
+    }
+    assert diagnose(chain, AFTER_S).culprits == (2,), "rank 1 waits, too"
+
+
+def test_of_a_cycle_the_rank_that_made_fewer_calls_is_the_culprit() -> None:
+    receives = operation(8, "recv", peer=0)
+    answers = {
+        0: counted(rank(5, operation(5), ranks="0-1"), sent={"1/0": 7}),
+        1: counted(rank(4, receives, ranks="0-1"), received={"0/0": 7}),
+    }
+    found = diagnose(answers, AFTER_S)
+    assert found.culprits == (0,)
+    assert (
+        "rank 0 has sent 7 messages to rank 1 in group group-w, which waits for the 8th" in found.verdict[0]
+    )
+    answers[0] = counted(rank(5, operation(5), ranks="0-1"), sent={"1/0": 8})
+    assert diagnose(answers, AFTER_S).culprits == (), "the message is on its way: neither is to blame"
+    both = {one: counted(rank(0, operation(1, "send", peer=1 - one), ranks="0-1")) for one in range(2)}
+    found = diagnose(both, AFTER_S)
+    assert found.culprits == ()
+    assert found.verdict[0].startswith("deadlock: ")
 
 
 def test_a_receive_from_any_waits_for_all_others() -> None:

@@ -91,6 +91,19 @@ BROKEN_IN_TWO_GROUPS = """async () => {
 }"""
 
 
+TWO_CULPRITS = """async () => {
+  const { showJob } = await import("/job.js");
+  const { get } = await import("/session.js"), job = await get("/job"), [one] = job.ranks;
+  const process = { state: "", words: "process 7 was killed by SIGSEGV" };
+  showJob({ ...job, verdict: ["they wait"], culprits: [1, 2], ranks: [
+    { ...one, rank: 0, state: "waiting" },
+    { ...one, rank: 1, state: "waited for" },
+    { rank: 2, state: "silent", silence: "it is gone", process },
+  ] }, 0, () => {}, () => {});
+  return document.querySelector("#state-title").textContent;
+}"""
+
+
 @attrs.define(eq=False)
 class Job:
     """Ranks that work until the test says otherwise; then rank 1 stays away from two operations."""
@@ -242,6 +255,7 @@ def check_hang(page: Page) -> None:
     see(page, "#stacks-text", "test_page.py")
     see(page, "#process-title", "One rank")
     assert page.locator("#rank").input_value() == "1"
+    assert page.evaluate(TWO_CULPRITS) == "◀ The job waits for rank 1, 2: rank 2 was killed by SIGSEGV"
     assert page.evaluate(FIRST_OF_MANY) == "Show rank 18", (
         "of many ranks, the culprit is not below the screen"
     )

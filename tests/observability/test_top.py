@@ -144,8 +144,9 @@ def test_one_frame_of_a_job_that_waits(tmp_path: Path) -> None:
         file = tmp_path / "token"
         file.write_text(f"{token}\n")
         results["top"] = invoke("top", url, "--token-file", str(file), "--once", "--interval", "0.3")
+        (tmp_path / "wrong").write_text("wrong")
         for command in ("top", "why", "trace"):
-            results[command + " wrong"] = invoke(command, url, "--token", "wrong")
+            results[command + " wrong"] = invoke(command, url, "--token-file", str(tmp_path / "wrong"))
 
     def body(pg: ProcessGroup) -> None:
         with observability.start(pg, waiting_after_s=0.3) as server:
@@ -205,7 +206,7 @@ def test_what_cannot_be_asked_is_one_line_and_exit_code_2(command: str, tmp_path
             f"unix://{str(tmp_path / 'none').replace('/', '%2F')}": "does not answer",
         }
         for url, reason in urls.items():
-            ended = invoke(command, url, "--token", "t")
+            ended = invoke(command, url)
             assert ended.exit_code == NO_ANSWER, ended.output
             assert reason in ended.output
             assert len(ended.output.splitlines()) == 1

@@ -121,15 +121,15 @@ function merged(broken) {
 // The sentence of the banner, and what tells one trouble from another: without ages, which change every second.
 function judged(job) {
   const broken = job.ranks.filter(rank => rank.state === "broken"), silent = job.ranks.filter(rank => rank.state === "silent");
-  const culprits = job.ranks.filter(rank => rank.state === "waited for").map(rank => rank.rank);
-  const group = brokenGroup(job);
+  const group = brokenGroup(job), culprits = job.culprits, fates = silent.filter(rank => rank.process).slice(0, 3)
+    .map(rank => `rank ${rank.rank} ${rank.process.words.replace(/^process \d+ /, "")}`).join(", ");
   const lines = job.verdict.length ? [...job.verdict] : merged(broken).slice(0, 3);
   if (!job.verdict.length) lines.push(...silent.slice(0, 3).map(rank => `rank ${rank.rank}: ${rank.silence}`));
-  const at = [...culprits, ...silent.map(rank => rank.rank)];
-  if (group?.missing.length) return { sign: "✕", tone: "bad", title: `Group ${group.name} is broken: rank ${ranges(group.culprits)} did not enter ${group.op}`, lines, at: group.culprits };
-  if (broken.length) return { sign: "✕", tone: "bad", title: `A group is broken on ${ranks(broken)}`, lines, at: at.length ? at : [broken[0].rank] };
-  if (culprits.length) return { sign: "◀", tone: "bad", title: `The job waits for rank ${ranges(culprits)}`, lines, at };
-  if (silent.length) return { sign: "?", tone: "bad", title: `No answer from ${ranks(silent)}`, lines, at };
+  const at = [...new Set([...culprits, ...silent.map(rank => rank.rank)])];
+  if (group?.missing.length) return { sign: "✕", tone: "bad", title: `Group ${group.name} is broken: rank ${ranges(group.culprits)} did not enter ${group.op}${fates && `, ${fates}`}`, lines, at: group.culprits };
+  if (broken.length) return { sign: "✕", tone: "bad", title: `A group is broken on ${ranks(broken)}${fates && `: ${fates}`}`, lines, at: at.length ? at : [broken[0].rank] };
+  if (culprits.length) return { sign: "◀", tone: "bad", title: `The job waits for rank ${ranges(culprits)}${fates && `: ${fates}`}`, lines, at };
+  if (silent.length) return { sign: "?", tone: "bad", title: `No answer from ${ranks(silent)}${fates && `: ${fates}`}`, lines, at };
   if (lines.length) return { sign: "◷", tone: "warn", title: "Operations wait", lines, at: [] };
   return { sign: "✓", tone: "good", title: job.world_size === 1 ? "The rank works" : `All ${job.world_size} ranks work`, lines, at: [] };
 }
