@@ -28,7 +28,6 @@ from dist2.errors import (
     Dist2Error,
     InvalidUsageError,
     MismatchError,
-    OperationTimeoutError,
     PeerLostError,
     rank_names,
 )
@@ -135,19 +134,12 @@ class Communicator:
         """Return the error of an operation that failed in MPI; of a death, as the control links tell it."""
         found = failure(self.mpi, error, operation.describe())
         if isinstance(found, PeerLostError):
-            try:
-                self.outside.wait(lambda: False, min(operation.deadline_ns, monotonic_ns() + _COMMIT_NS))
-            except OperationTimeoutError:
-                return found
-            except Dist2Error as told:
-                return told
+            return self.outside.cause_of(found, operation.deadline_ns)
         return found
 
     def _difference(self, operation: Operation, fingerprint: int) -> MismatchError:
         """Return the error that shows the calls of all ranks."""
-        mine, signature = operation.call(), operation.signature
-        if signature.kind is OpKind.ALL_GATHER_V:  # whose inputs may differ: the outputs may not
-            mine = attrs.evolve(mine, shapes=tuple(meta.shape for meta in signature.outputs))
+        mine = operation.call()
         content = array("q", [fingerprint]).tobytes() + mine.encode().ljust(MAX_BYTES)
         everyone = bytearray(len(content) * self.comm.Get_size())
         self._finish(self.comm.Iallgather(content, everyone), operation)

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from time import monotonic_ns
 
 from dist2.backends.socket.messenger import Messenger
-from dist2.backends.socket.transport.base import Transfer
+from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
-from dist2.errors import Dist2Error
+from dist2.errors import Dist2Error, OperationTimeoutError, PeerLostError
 from dist2.operation.kinds import OpKind
 from dist2.operation.signature import Operation
 
@@ -30,6 +30,8 @@ _TELL_NS = 100_000_000
 """Pause between reports of this rank's call to the others, if it calls much and never waits."""
 _NOTICE = 1 << 62
 """Tag of the messages that describe external sends: above all tags of users."""
+_HEAR_NS = 1_000_000_000
+"""How long another library's report of a loss waits for that of the links."""
 
 
 class Outside:
@@ -57,7 +59,7 @@ class Outside:
         """
         signature = operation.signature
         if signature.kind.is_p2p:
-            self._exchange_notices(operation)
+            self.notice(operation, _NOTICE)
         else:
             self._recent.append(operation)
             self._endpoint.begin(operation.seq, signature.fingerprint)
@@ -94,14 +96,49 @@ class Outside:
         """
         self._endpoint.attend()
 
-    def _exchange_notices(self, operation: Operation) -> None:
-        """Compare the calls of both sides by empty messages, without waiting for them."""
+    def notice(self, operation: Operation, tag: int) -> Transfer:
+        """Compare the calls of both sides of a message by an empty one, without waiting for it.
+
+        Returns:
+            The empty message: see `arrived`.
+        """
         signature, endpoint = operation.signature, self._endpoint
-        assert signature.peer is not None
+        peer = ANY_SOURCE if signature.peer is None else signature.peer
         self._messenger.last = operation
         post = endpoint.send_tagged if signature.kind is OpKind.SEND else endpoint.recv_tagged
-        notice = post(signature.peer, _NOTICE, signature.fingerprint, memoryview(bytearray(0)))
+        notice = post(peer, tag, signature.fingerprint, memoryview(bytearray(0)))
         self._messenger.note(notice.number, operation)
+        return notice
+
+    def arrived(self, notice: Transfer) -> bool:
+        """Whether the other side of a message has made its call too; if so, `Transfer.source` is known.
+
+        Raises:
+            MismatchError, PeerLostError, GroupAbortedError, GroupRevokedError: It made another call, or the
+                group has failed.
+        """
+        if notice.done and notice.error is not None:
+            self._endpoint.wait([notice], monotonic_ns())
+        return notice.done
+
+    def cancel(self, notice: Transfer) -> None:
+        """Give up an empty message."""
+        self._endpoint.cancel([notice])
+
+    def cause_of(self, error: PeerLostError, deadline_ns: int) -> Dist2Error:
+        """Return the loss as the links report it within a second, which names the ranks; else the error.
+
+        Args:
+            error: The loss as another library reported it.
+            deadline_ns: The operation's.
+        """
+        try:
+            self.wait(lambda: False, min(deadline_ns, monotonic_ns() + _HEAR_NS))
+        except OperationTimeoutError:
+            return error
+        except Dist2Error as told:
+            return told
+        return error
 
     def wait(
         self,
