@@ -136,18 +136,17 @@ class Signature:
 def fingerprint_of(signature: Signature) -> int:
     """Return 64 bits (never 0) that are equal on all ranks if and only if the ranks' calls match.
 
-    A table says for each operation which attributes must match: shapes always, except where ranks may differ
-    (the ``_v`` operations and `all_to_all`, where only the dtype must match) and where only the root has
-    tensors (`gather`, `scatter`: the shape of one part).
+    Numbers of elements must match always, except where ranks may differ (`all_to_all`, where only the dtype
+    must match). Of the ``_v`` operations the parts of all ranks count, which every rank knows; where only the
+    root has all tensors (`gather`, `scatter`), one part.
     """
     kind = signature.kind
-    metas = signature.outputs if kind in (OpKind.SCATTER, OpKind.RECV) else signature.inputs
+    metas = signature.outputs if kind in _BY_OUTPUTS else signature.inputs
     return _fingerprint(OpKind.SEND if kind.is_p2p else kind, signature.reduction, signature.root, metas)
 
 
-_UNEVEN = frozenset(
-    {OpKind.ALL_GATHER_V, OpKind.REDUCE_SCATTER_V, OpKind.ALL_TO_ALL, OpKind.ALL_TO_ALL_SINGLE}
-)
+_BY_OUTPUTS = frozenset({OpKind.SCATTER, OpKind.RECV, OpKind.ALL_GATHER_V})
+_UNEVEN = frozenset({OpKind.ALL_TO_ALL, OpKind.ALL_TO_ALL_SINGLE})
 
 
 @lru_cache(maxsize=_MAX_FINGERPRINTS)
@@ -287,6 +286,8 @@ class Operation(Record):
         """Return the description of the call that other ranks get."""
         signature = self.signature
         metas = signature.inputs or signature.outputs
+        if signature.kind is OpKind.ALL_GATHER_V:  # whose inputs may differ: the outputs may not
+            metas = signature.outputs
         return Call(
             op=signature.kind.value,
             seq=self.seq,

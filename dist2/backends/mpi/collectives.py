@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -30,8 +29,8 @@ from dist2.backends.socket.backend import SocketBackend
 from dist2.backends.socket.controlled import Controlled
 from dist2.errors import MismatchError
 from dist2.operation.aliasing import overlaps
-from dist2.operation.kinds import OpKind, ReduceKind
-from dist2.operation.signature import Operation, Signature, digest
+from dist2.operation.kinds import ReduceKind
+from dist2.operation.signature import Operation, Signature
 
 _REDUCTIONS = {
     ReduceKind.SUM: "SUM",
@@ -51,8 +50,6 @@ _TYPES = {
     torch.float64: "DOUBLE",
 }
 """MPI's names of the kinds and dtypes that `Carrier` knows."""
-
-_MAX_AGREED = 256
 
 
 class Collectives(Controlled):
@@ -93,7 +90,7 @@ class Collectives(Controlled):
             Dist2Error: As `Communicator.agree`; or MPI failed.
         """
         if self.world_size > 1:
-            self.link.agree(operation, _agreed(operation.signature))
+            self.link.agree(operation)
         try:
             function(*arguments)
         except self._mpi.Exception as error:
@@ -272,18 +269,6 @@ class Collectives(Controlled):
     def _typed(self, content: torch.Tensor) -> list[Any]:
         """Return a flat tensor as numbers of MPI's type."""
         return [content, getattr(self._mpi, _TYPES[content.dtype])]
-
-
-@lru_cache(maxsize=_MAX_AGREED)
-def _agreed(signature: Signature) -> int:
-    """Return 64 bits that must be equal on all ranks: of the call, and of the sizes that all ranks know."""
-    if signature.kind is OpKind.ALL_GATHER_V:
-        parts = signature.outputs
-    elif signature.kind is OpKind.REDUCE_SCATTER_V:
-        parts = signature.inputs
-    else:
-        return signature.fingerprint
-    return digest(repr((signature.fingerprint, [meta.numel for meta in parts])))
 
 
 def _apart(read: torch.Tensor, written: torch.Tensor) -> torch.Tensor:

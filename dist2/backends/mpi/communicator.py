@@ -93,17 +93,14 @@ class Communicator:
         comm.Set_errhandler(mpi.ERRORS_RETURN)
         return cls(mpi, comm, outside)
 
-    def agree(self, operation: Operation, fingerprint: int) -> None:
+    def agree(self, operation: Operation) -> None:
         """Wait until all ranks have called a collective, and compare the calls.
-
-        Args:
-            operation: This rank's call.
-            fingerprint: 64 bits that must be equal on all ranks.
 
         Raises:
             MismatchError: Ranks called different things; all ranks raise it.
             OperationTimeoutError, PeerLostError, GroupAbortedError, GroupRevokedError: As `wait`.
         """
+        fingerprint = operation.signature.fingerprint
         signed = fingerprint - (1 << 64) if fingerprint >> 63 else fingerprint
         extremes = array("q", [signed, ~signed])  # the highest complement is that of the lowest
         all_reduce = self.comm.Iallreduce(self.mpi.IN_PLACE, [extremes, self.mpi.INT64_T], self.mpi.MAX)
