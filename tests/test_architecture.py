@@ -48,11 +48,11 @@ PACKAGES_BOTTOM_UP = (
     Package("dist2.operation", "one operation from its call to its end"),
     Package("dist2.backends", "what a backend is, and the registry of backends"),
     Package("dist2.backends.fake", "no peers: for shapes, tests and dry runs"),
-    Package("dist2.backends.gloo", "torch's Gloo"),
-    Package("dist2.backends.plugin", "backends that packages register with torch"),
     Package("dist2.backends.socket", "the CPU data plane: shared memory and TCP"),
     Package("dist2.backends.nccl", "NCCL, with a socket group for control messages"),
     Package("dist2.backends.mpi", "MPI, with a socket group for control messages"),
+    Package("dist2.backends.gloo", "torch's Gloo, with a socket group for control messages"),
+    Package("dist2.backends.plugin", "backends of other packages, likewise"),
     Package("dist2.membership", "groups made from groups"),
     Package("dist2.c10d", "names and overloads by which torch's own code uses a group"),
     Package("dist2.group", "ProcessGroup, its operations, new_group, the current group"),
@@ -181,7 +181,7 @@ ARROWS = (
     Arrow(
         "one backend does not know another",
         (SOCKET,),
-        ("dist2.backends.gloo", "dist2.backends.fake"),
+        ("dist2.backends.gloo", "dist2.backends.plugin", "dist2.backends.fake"),
     ),
     Arrow(
         "algorithms know ranks, chunks and segments, and nothing that runs them",

@@ -6,6 +6,7 @@ A test file names the backend and imports the tests; pytest collects them there:
 
     from dist2.testing import BackendCase
     from dist2.testing.collectives import *
+    from dist2.testing.failures import *
     from dist2.testing.objects import *
     from dist2.testing.point_to_point import *
 
@@ -25,7 +26,10 @@ except ImportError as error:
     raise ImportError("dist2.testing needs pytest: pip install 'dist2[testing]'") from error
 
 pytest.register_assert_rewrite(
-    "dist2.testing.collectives", "dist2.testing.objects", "dist2.testing.point_to_point"
+    "dist2.testing.collectives",
+    "dist2.testing.failures",
+    "dist2.testing.objects",
+    "dist2.testing.point_to_point",
 )
 
 from dist2.testing.ranks import BackendCase, RankFailed  # noqa: E402 - after the line that concerns it

@@ -33,6 +33,7 @@ class BackendCase:
         bitwise: Its reductions add in rank order, so that results can be compared exactly.
         complete: It takes every dtype with every reduction that makes sense.
         p2p: It has point-to-point operations.
+        compares_exchanges: Its ranks compare the sizes of `all_to_all`, as they do in a control group.
     """
 
     name: str
@@ -41,6 +42,7 @@ class BackendCase:
     bitwise: bool = False
     complete: bool = False
     p2p: bool = True
+    compares_exchanges: bool = True
 
     def __str__(self) -> str:
         return self.name

@@ -1,4 +1,5 @@
-"""Gloo under dist2: dtypes, messages, failures, closing. Behaviour of all backends is in conformance."""
+"""Gloo without a control group: dtypes, messages, failures, closing. Behaviour of all backends is in
+conformance."""
 
 from __future__ import annotations
 
@@ -36,6 +37,7 @@ from dist2.operation.signature import GroupInfo, Operation, Signature, TensorMet
 from dist2.runtime.deadline import Deadline
 
 SUM = Reduction.of(ReduceOp.SUM)
+ALONE = {"hostname": "127.0.0.1", "control": False}
 
 
 def info_of(rank: int = 0, world_size: int = 1) -> GroupInfo:
@@ -90,7 +92,7 @@ def pair() -> Iterator[list[Rank]]:
     store = HashStore()
 
     def connect(rank: int) -> Rank:
-        spec = GroupSpec(info_of(rank, 2), store, 20.0, torch.device("cpu"), {"hostname": "127.0.0.1"})
+        spec = GroupSpec(info_of(rank, 2), store, 20.0, torch.device("cpu"), ALONE)
         return Rank(create(spec))
 
     with ThreadPoolExecutor(2) as pool:
@@ -356,7 +358,7 @@ def test_a_forgotten_group_is_closed_by_a_thread_of_ours() -> None:
 
     def lone(rank: int) -> None:
         info = info_of(rank, 2)
-        spec = GroupSpec(info, store, 5.0, torch.device("cpu"), {"hostname": "127.0.0.1"})
+        spec = GroupSpec(info, store, 5.0, torch.device("cpu"), ALONE)
         Rank(create(spec)).all_reduce(torch.ones(2))
 
     with ThreadPoolExecutor(2) as pool:
@@ -383,7 +385,7 @@ def test_texts_become_types(text: str, kind: type[Dist2Error]) -> None:
 
 
 def test_members_that_do_not_come_are_a_timeout() -> None:
-    spec = GroupSpec(info_of(0, 2), HashStore(), 0.2, torch.device("cpu"), {"hostname": "127.0.0.1"})
+    spec = GroupSpec(info_of(0, 2), HashStore(), 0.2, torch.device("cpu"), ALONE)
     with pytest.raises(OperationTimeoutError, match="connecting group 'part' over gloo"):
         create(spec)
 
@@ -393,7 +395,7 @@ def test_members_that_do_not_come_are_a_timeout() -> None:
 
 def test_unknown_options_are_named() -> None:
     spec = GroupSpec(info_of(), HashStore(), 5.0, torch.device("cpu"), {"colour": "red"})
-    with pytest.raises(UnknownOptionError, match="'colour'; it has hostname, interface"):
+    with pytest.raises(UnknownOptionError, match="'colour'; it has hostname, interface, control"):
         create(spec)
 
 

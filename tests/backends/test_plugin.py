@@ -109,7 +109,7 @@ def test_late_and_aborted_operations_end(kind: str) -> None:
 def test_the_object_is_shut_down_or_aborted() -> None:
     for how in ("shutdown", "abort"):
         pg = alone("duck")
-        native: Duck = pg.backend.native
+        native: Duck = pg.backend.library.native
         getattr(pg, how)()
         for thread in threading.enumerate():
             if thread.name.startswith("dist2-abort"):

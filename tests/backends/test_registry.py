@@ -62,9 +62,9 @@ class Doubling(Backend):
         pass
 
 
-@pytest.mark.parametrize("name", ["gloo", "fake"])
-def test_a_backend_says_which_membership_changes_it_lacks(name: str) -> None:
-    with open_alone(name) as pg:
+@pytest.mark.parametrize(("name", "options"), [("gloo", {"control": False}), ("fake", {})])
+def test_a_backend_says_which_membership_changes_it_lacks(name: str, options: dict[str, object]) -> None:
+    with open_alone(name, **options) as pg:
         for call, words in (
             (pg.revoke, "revoke a group"),
             (pg.agree, "agree"),

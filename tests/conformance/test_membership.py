@@ -23,7 +23,7 @@ from dist2 import (
     ProcessGroup,
 )
 
-SOCKETS = [tenant for tenant in TENANTS if tenant.backend in ("socket", "nccl")]
+SOCKETS = [tenant for tenant in TENANTS if tenant.backend in ("socket", "nccl", "gloo")]
 pytestmark = pytest.mark.parametrize("tenant", SOCKETS, ids=str)
 
 

@@ -18,7 +18,7 @@ from dist2.backends.socket.transport.node import Node
 from dist2.group.open_groups import open_groups
 from dist2.runtime.config import Config
 from dist2.testing import BackendCase, RankFailed
-from support import nccl_stubs
+from support import nccl_stubs, torch_plugins
 from support.host_device import HostDevice
 from support.time_limits import Late, blamed
 
@@ -54,13 +54,21 @@ class Tenant(BackendCase):
 def nccl_tenants() -> Iterator[Tenant]:
     """Yield NCCL on host memory: through cupy where that is installed, else through its twin."""
     if nccl_stubs.missing() is None:
-        yield Tenant("nccl", "nccl", {"transport": "inproc"}, bitwise=False, complete=False)
+        yield Tenant(
+            "nccl", "nccl", {"transport": "inproc"}, bitwise=False, complete=False, compares_exchanges=False
+        )
+
+
+def plugin_tenants() -> Iterator[Tenant]:
+    """Yield a backend of each kind that other packages register with torch."""
+    for kind in torch_plugins.KINDS:
+        yield Tenant(kind, kind, bitwise=False, complete=False)
 
 
 TENANTS: tuple[Tenant, ...] = (
     Tenant("inproc", "socket", {"transport": "inproc"}),
     Tenant("tcp", "socket", {"transport": "tcp"}),
-    Tenant("shm", "socket", {"transport": "shm"}),
+    Tenant("shm", "socket", {"transport": "shm"}, compares_exchanges=False),
     Tenant("gloo", "gloo", bitwise=False, complete=False),
     *nccl_tenants(),
 )

@@ -2,14 +2,16 @@
 
 Gloo cannot break off an operation, and so neither can this backend: `abort` frees callers at once, but a
 transfer under way ends with its own deadline, and until then may still write to its tensors. Gloo does not
-check that ranks agree: where sizes differ it ends the process.
+check that ranks agree, and where sizes differ it ends the process. So a group has a control group, in which
+ranks compare each call first (`AgreedBackend`), unless that is switched off.
 
-Collectives, time-outs and matching of messages are Gloo's. dist2 adds the dtypes that Gloo lacks
+Collectives and time-outs are Gloo's. dist2 adds the dtypes that Gloo lacks
 (`carriers`), waits that `abort` can end (`core`), and messages from a rank to itself (`messages`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +22,7 @@ from dist2.backends.base import Backend, GroupSpec
 from dist2.backends.gloo.collectives import Collectives
 from dist2.backends.gloo.core import error_of
 from dist2.backends.gloo.messages import Messages
+from dist2.backends.socket.agreed import AGREED_OPTIONS, agreed, library_spec
 from dist2.errors import BackendUnavailableError, Dist2Error, UnknownOptionError
 from dist2.runtime.config import Config
 
@@ -27,29 +30,48 @@ OPTIONS = ("hostname", "interface")
 
 
 class GlooBackend(Collectives, Messages):
-    """A group of torch's Gloo backend."""
+    """A group of torch's Gloo backend, without a control group."""
 
     def split(self, spec: GroupSpec) -> Backend:
         """Connect a subset anew, through the new group's store."""
         with spec.building() as heeding:
-            return create(heeding)
+            return _connected(heeding)
 
 
-def create(spec: GroupSpec) -> GlooBackend:
+def create(spec: GroupSpec) -> Backend:
     """Return a group of torch's Gloo backend, connected.
 
     Options: ``hostname`` or ``interface`` that Gloo binds; by default `Config.host`, else torch's choice.
+    ``control=False`` makes no control group; other options are those of the control group.
 
     Raises:
         UnknownOptionError: It has no such option.
         BackendUnavailableError: This torch was built without Gloo.
         OperationTimeoutError: Members did not arrive in time.
     """
-    for option in spec.options:
-        if option not in OPTIONS:
-            raise UnknownOptionError(f"backend 'gloo' has no option {option!r}; it has {', '.join(OPTIONS)}")
+    check(spec.device, spec.options)
+    return agreed(spec, _connected(library_spec(spec)), _connected)
+
+
+def check(device: torch.device, options: Mapping[str, object]) -> None:
+    """Check the arguments of `new_group`, which calls this before it waits for other ranks.
+
+    Raises:
+        UnknownOptionError: It has no such option.
+        BackendUnavailableError: This torch was built without Gloo.
+    """
+    known = (*OPTIONS, *AGREED_OPTIONS)
+    for option in options:
+        if option not in known:
+            raise UnknownOptionError(f"backend 'gloo' has no option {option!r}; it has {', '.join(known)}")
     if not torch.distributed.is_gloo_available():
         raise BackendUnavailableError("this build of torch has no Gloo")
+
+
+create.check = check  # type: ignore[attr-defined]  # found by `new_group`
+
+
+def _connected(spec: GroupSpec) -> GlooBackend:
     try:
         return GlooBackend(spec, _connect(spec))
     except RuntimeError as error:

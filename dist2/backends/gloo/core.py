@@ -52,11 +52,13 @@ class GlooCore(Backend):
 
     Attributes:
         calls: Calls that Gloo has not finished.
+        await_end: Waits until a call has ended or a time has come; whether it has ended.
     """
 
     def __init__(self, spec: GroupSpec, native: Any) -> None:
         super().__init__(spec)
         self.calls = Calls()
+        self.await_end: Callable[[Future[None], int], bool] = await_end
         self._closed = False
         self._is_stuck = False  # a call did not end in time
         self._box = [native]
@@ -110,11 +112,16 @@ class GlooCore(Backend):
         """Wait for a call to end, until the operation's deadline and a grace period.
 
         Raises:
-            OperationTimeoutError: It did not end; `shutdown` will not wait for it.
+            OperationTimeoutError: It did not end.
             Dist2Error: The operation's failure.
         """
-        if not await_end(call, min(operation.deadline_ns + grace_ns, FOREVER_NS)):
-            self._is_stuck = True
+        try:
+            has_ended = self.await_end(call, min(operation.deadline_ns + grace_ns, FOREVER_NS))
+        except Dist2Error:
+            self.give_up()
+            raise
+        if not has_ended:
+            self.give_up()
             group = operation.signature.group
             late = OperationTimeoutError(
                 f"{operation.describe()} on {group.backend} did not end within {operation.timeout_s:.3g} s",
@@ -124,6 +131,10 @@ class GlooCore(Backend):
             late.locate(group.name, operation.signature.kind.value, operation.seq, group.rank)
             raise late
         call.result()
+
+    def give_up(self) -> None:
+        """Note that a call may not end: `shutdown` will not wait for it."""
+        self._is_stuck = True
 
     def shutdown(self) -> None:
         """Wait for all calls, then close the connections. Calls that did not end in time are broken off."""

@@ -47,17 +47,24 @@ class Messages(GlooCore):
 
     def recv(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None]:
         peer, tag = operation.signature.peer, operation.signature.tag
-        if peer == self.rank or (peer is None and self._mailbox.has(tag)):
+        if peer is None and self._mailbox.has(tag):
+            peer = self.rank
+        return self.receive(operation, outputs, peer)
+
+    def receive(self, operation: Operation, outputs: Tensors, source: int | None) -> Future[None]:
+        """Receive from this rank; None stands for any other rank."""
+        tag = operation.signature.tag
+        if source == self.rank:
             return self._recv_own(operation, outputs[0])
         landing = Landing(outputs[0])
 
         def start(native: Any) -> Any:
-            if peer is None:  # a message to oneself that is sent later is not seen: Gloo watches other ranks
+            if source is None:  # Gloo watches other ranks only: a later message to oneself is not seen
                 return native.recv_anysource([landing.bytes], tag)
-            return native.recv([landing.bytes], peer, tag)
+            return native.recv([landing.bytes], source, tag)
 
         def land(work: Any) -> None:
-            operation.source = work._source_rank() if peer is None else peer
+            operation.source = work._source_rank() if source is None else source
             landing.land()
 
         return self._run_beside(operation, start, land)

@@ -22,12 +22,12 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import Backend as CompiledBackend
 from torch.distributed import distributed_c10d as c10d
 
 from dist2.backends.base import Backend, GroupSpec, Tensors
 from dist2.backends.gloo.core import left, translate
 from dist2.backends.gloo.messages import Messages, Waiters
-from dist2.backends.plugin.registered import creator_of
 from dist2.errors import InvalidUsageError, OperationTimeoutError
 from dist2.operation.execution import Execute
 from dist2.operation.kinds import SUM, ReduceKind, Reduction
@@ -49,15 +49,18 @@ class PluginBackend(Messages):
     Args:
         spec: Description of the group.
         native: The object; this backend keeps the only reference.
-        create: Makes the backend of a subgroup.
+        devices: Types of devices whose tensors it takes.
+        make: Makes the backend of a subgroup.
     """
 
-    def __init__(self, spec: GroupSpec, native: Any, create: Callable[[GroupSpec], Any]) -> None:
+    def __init__(
+        self, spec: GroupSpec, native: Any, devices: tuple[str, ...], make: Callable[[GroupSpec], Any]
+    ) -> None:
         super().__init__(spec, native)
-        self.device_types = creator_of(spec.info.backend).devices
-        self._create = create
+        self.device_types = devices
+        self._make = make
         self._lacking: set[tuple[str, Reduction | None, torch.dtype | None]] = set()
-        self._is_compiled = isinstance(native, c10d.Backend) or "cpu" not in self.device_types
+        self._is_compiled = isinstance(native, CompiledBackend) or "cpu" not in self.device_types
         self._waiters = Waiters(f"dist2-{spec.info.backend}-{spec.info.name}")
 
     def plan(self, signature: Signature) -> Execute:
@@ -66,7 +69,7 @@ class PluginBackend(Messages):
 
     def split(self, spec: GroupSpec) -> Backend:
         """Return a backend for a subset of this one's members."""
-        made: Backend = self._create(spec)
+        made: Backend = self._make(spec)
         return made
 
     # Collectives
@@ -187,19 +190,20 @@ class PluginBackend(Messages):
             return super().send(operation, inputs, outputs)
         return self._start(operation, lambda native: native.send(content, signature.peer, signature.tag))
 
-    def recv(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Any:
-        peer, tag = operation.signature.peer, operation.signature.tag
-        if peer == self.rank or (peer is None and self._mailbox.has(tag)):
-            return super().recv(operation, inputs, outputs)
-        written, landing = Moved(outputs), ExitStack()
+    def receive(self, operation: Operation, outputs: Tensors, source: int | None) -> Any:
+        if source == self.rank:
+            return super().receive(operation, outputs, source)
+        written, landing, tag = Moved(outputs), ExitStack(), operation.signature.tag
         targets = landing.enter_context(written)
 
         def start(native: Any) -> Any:
-            return native.recv_anysource(targets, tag) if peer is None else native.recv(targets, peer, tag)
+            if source is None:
+                return native.recv_anysource(targets, tag)
+            return native.recv(targets, source, tag)
 
         def land(work: Any) -> None:
             landing.close()
-            operation.source = _source(work) if peer is None else peer
+            operation.source = _source(work) if source is None else source
 
         return self._start(operation, start, land)
 

@@ -236,13 +236,23 @@ class SocketBackend(Backend):
             return self._on_huge_pages(signature, self._messenger.plan_plain(signature))
         return self._planned(signature, self._programs.make_plain(signature))
 
+    def meeting(self, signature: Signature, other: Signature) -> Execute:
+        """Return a callable that runs ``other`` on calls of ``signature``, which the ranks compare.
+
+        For operations of a backend beside this one: ``other`` is one that ends on no rank before all have
+        called it.
+        """
+        return self._logged(signature, self._programs.make(other), meets=True)
+
     def _planned(self, signature: Signature, program: Execute) -> Execute:
         """Return a callable that runs a program, and logs the call where other members may ask for it."""
-        program = self._on_huge_pages(signature, program)
+        meets = signature.kind in _MEETING and bool(signature.nbytes or signature.kind is OpKind.BARRIER)
+        return self._logged(signature, self._on_huge_pages(signature, program), meets)
+
+    def _logged(self, signature: Signature, program: Execute, meets: bool) -> Execute:
         if self.board is not None and not self.layout:  # the board compares calls itself
             return program
         endpoint, recent = self.endpoint, self._recent
-        meets = signature.kind in _MEETING and bool(signature.nbytes or signature.kind is OpKind.BARRIER)
 
         def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
             recent.append(operation)
@@ -295,6 +305,11 @@ class SocketBackend(Backend):
     broadcast = all_gather = all_to_all = all_reduce
 
     # Membership
+
+    @property
+    def host(self) -> str:
+        """Address at which the other members reach this process."""
+        return self._node.card.card.host
 
     def revoke(self, by: int) -> None:
         """Notify all members by links, and those of this host in shared memory too."""

@@ -21,12 +21,12 @@ CONTROL_OPTIONS = ("transport", "host", "node", "tuning", "algorithm", "determin
 
 
 @contextmanager
-def shut_down_on_failure(control: SocketBackend) -> Iterator[None]:
+def shut_down_on_failure(made: Backend) -> Iterator[None]:
     """Shut a control group down if the ``with`` block, which makes the backend beside it, raises."""
     try:
         yield
     except BaseException:
-        control.shutdown()
+        made.shutdown()
         raise
 
 

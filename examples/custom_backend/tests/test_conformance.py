@@ -5,6 +5,7 @@ import store_backend
 
 from dist2.testing import BackendCase
 from dist2.testing.collectives import *  # noqa: F403 - the tests
+from dist2.testing.failures import *  # noqa: F403 - the tests
 from dist2.testing.objects import *  # noqa: F403 - the tests
 from dist2.testing.point_to_point import *  # noqa: F403 - the tests
 
