@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import entry_points
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.distributed import Backend as TorchBackend
@@ -51,7 +51,7 @@ class ProcessGroupFactory(Protocol):
         timeout: timedelta,
         device: torch.device,
         **kwargs: object,
-    ) -> TorchProcessGroup | Backend: ...
+    ) -> object: ...
 
 
 _registered: dict[str, ProcessGroupFactory] = {}
@@ -63,8 +63,10 @@ def register_backend(name: str, func: ProcessGroupFactory) -> None:
 
     Args:
         name: How users spell the backend.
-        func: Returns a process group, or a `dist2.backends.base.Backend` that dist2 makes a group of.
-            ``store`` is private to the group; ``timeout`` is a `datetime.timedelta`.
+        func: Returns a C++ ``Backend`` or a ``ProcessGroup`` of torch, on which the operations of a dist2
+            group then run, beside a control group unless the option ``control`` is False; or a
+            `dist2.backends.base.Backend`, or a group of dist2's. ``store`` is private to the group;
+            ``timeout`` is a `datetime.timedelta`. It gets all options but ``control``.
 
     Raises:
         InvalidUsageError: The name is taken ("already registered"), or ``func`` cannot be called.
@@ -136,8 +138,7 @@ def builtin_factory(name: str) -> BackendFactory:
             raise BackendUnavailableError(f"backend {name!r} cannot be used here: {error}") from error
         return factory
     if name in torch_names():
-        (bridge,) = entry_points(group=BRIDGE_GROUP, name=TORCH_BRIDGE)
-        through_torch: BackendFactory = bridge.load()
+        through_torch: BackendFactory = _torch_bridge()
         return through_torch
     if not _builtin_names():
         raise BackendUnavailableError(
@@ -163,7 +164,12 @@ def build(spec: GroupSpec) -> Backend | TorchProcessGroup:
         except Dist2Error as error:
             error.locate(spec.info.name, "new_group", rank=spec.info.rank)
             raise
-    made = registered(
+    adopted: Backend | TorchProcessGroup = _torch_bridge().adopt(spec, partial(_call, registered))
+    return adopted
+
+
+def _call(factory: ProcessGroupFactory, spec: GroupSpec) -> object:
+    return factory(
         spec.store,
         spec.info.rank,
         spec.info.world_size,
@@ -171,12 +177,12 @@ def build(spec: GroupSpec) -> Backend | TorchProcessGroup:
         spec.device,
         **spec.options,
     )
-    if not isinstance(made, (Backend, TorchProcessGroup)):
-        raise InvalidUsageError(
-            f"the factory of backend {spec.info.backend!r} must return a ProcessGroup or a Backend, "
-            f"got {type(made).__name__}"
-        )
-    return made
+
+
+def _torch_bridge() -> Any:
+    """Return the factory for backends that are registered with torch."""
+    (bridge,) = entry_points(group=BRIDGE_GROUP, name=TORCH_BRIDGE)
+    return bridge.load()
 
 
 def backend_names() -> list[str]:

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.ranks import Tenant, run_ranks
 from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed import ProcessGroupGloo
 
 import dist2
-from dist2 import InvalidUsageError, ProcessGroup, UnknownBackendError
+from dist2 import InvalidUsageError, ProcessGroup, UnknownBackendError, legacy
 from dist2.backends.base import Backend, GroupSpec
 from dist2.operation.signature import GroupInfo, Operation
 from dist2.store import HashStore
@@ -129,12 +130,58 @@ def test_a_factory_may_return_a_group_of_torchs() -> None:
 
     dist2.register_backend(name, factory)
     pg = open_alone(name)
-    assert not isinstance(pg, ProcessGroup)
+    assert isinstance(pg, ProcessGroup)
     t = torch.ones(2)
     pg.allreduce([t]).wait()
+    pg.all_reduce(t)
     with dist2.process_group(pg):
         assert dist2.current_process_group() is pg
     pg.shutdown()
+
+
+def plain_gloo(
+    store: Any, rank: int, world_size: int, timeout: timedelta, device: Any, **options: Any
+) -> Any:
+    return ProcessGroupGloo(store, rank, world_size, timeout)
+
+
+def whole_gloo(*arguments: Any, **options: Any) -> TorchProcessGroup:
+    store, rank, world_size, *_ = arguments
+    pg = TorchProcessGroup(store, rank, world_size)
+    pg._set_default_backend(TorchProcessGroup.BackendType.GLOO)
+    made = plain_gloo(*arguments, **options)
+    pg._register_backend(torch.device("cpu"), TorchProcessGroup.BackendType.GLOO, made)
+    return pg
+
+
+@pytest.mark.parametrize("made", [plain_gloo, whole_gloo])
+@pytest.mark.parametrize("control", [True, False])
+def test_the_objects_of_torch_that_a_factory_returns_are_wrapped(made: Any, control: bool) -> None:
+    name, seen = fresh(), list[Any]()
+
+    def factory(*arguments: Any, **options: Any) -> Any:
+        seen.append(options)
+        return made(*arguments, **options)
+
+    dist2.register_backend(name, factory)
+
+    def body(pg: ProcessGroup) -> None:
+        assert pg.name() == name
+        pg.all_reduce(x := torch.ones(2), dist2.ReduceOp.AVG)
+        assert x.tolist() == [1, 1]
+        with pg.split([1, 0]) as part:
+            part.broadcast(x := torch.tensor([float(part.rank())]), 1)
+            assert x.item() == 1
+        with dist2.process_group(pg):
+            legacy.all_reduce(x := torch.ones(2))
+            assert x.tolist() == [2, 2]
+        if control:
+            with pytest.raises(dist2.MismatchError):
+                pg.all_reduce(torch.ones(2 + pg.rank()))
+
+    options = {"colour": "red"} | ({} if control else {"control": False})
+    run_ranks(2, body, Tenant(name, name, options))
+    assert seen == [{"colour": "red"}] * 4
 
 
 def test_names_are_taken_once() -> None:

@@ -1,7 +1,8 @@
-"""Backends that packages register with torch: ``torch.distributed.Backend.register_backend``.
+"""Backends of other packages that have c10d's methods.
 
-`create` calls the registered creator, which returns a C++ ``Backend``, a ``ProcessGroup``, or a Python
-object with c10d's methods. `PluginBackend` runs the operations of a dist2 group on that object, beside a control group in which
+A package registers one with torch (``torch.distributed.Backend.register_backend``) or a factory with dist2
+(`dist2.register_backend`). It returns a C++ ``Backend``, a ``ProcessGroup``, or a Python object with c10d's
+methods. `PluginBackend` runs the operations of a dist2 group on that object, beside a control group in which
 ranks compare each call first (`AgreedBackend`). So these backends get dist2's checks, works, hooks, recorder
 and metrics.
 """
@@ -12,13 +13,16 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
+import attrs
 import torch
+from torch._C._distributed_c10d import Backend as CompiledBackend
+from torch.distributed import Backend as TorchBackend
 from torch.distributed import ProcessGroup as TorchProcessGroup
 
 from dist2.backends.base import Backend, GroupSpec
 from dist2.backends.plugin.backend import PluginBackend
 from dist2.backends.plugin.registered import creator_of, extended_options
-from dist2.backends.socket.agreed import AGREED_OPTIONS, agreed, library_spec
+from dist2.backends.socket.agreed import AGREED_OPTIONS, CONTROL, agreed, library_spec
 from dist2.errors import InvalidUsageError, UnknownOptionError
 from dist2.operation.contract import GroupParts
 
@@ -61,7 +65,36 @@ def check(device: torch.device, options: Mapping[str, object]) -> None:
             )
 
 
+def adopt(spec: GroupSpec, call: Callable[[GroupSpec], Any]) -> Backend | TorchProcessGroup:
+    """Return a backend on top of the result of a factory that is registered with dist2.
+
+    Args:
+        spec: The group. Its option ``control`` is for the control group, the others are the factory's.
+        call: Calls the factory.
+
+    Returns:
+        The backend; where the factory has returned a backend or a group of dist2's, that.
+
+    Raises:
+        InvalidUsageError: The factory has returned something else.
+    """
+    control = {name: value for name, value in spec.options.items() if name == CONTROL}
+    own = {name: value for name, value in spec.options.items() if name != CONTROL}
+
+    def make(part: GroupSpec) -> Any:
+        made = call(attrs.evolve(part, options=own))
+        if not isinstance(made, (Backend, CompiledBackend, TorchProcessGroup)):
+            raise InvalidUsageError(
+                f"the factory of backend {spec.info.backend!r} must return a ProcessGroup or a Backend, "
+                f"got {type(made).__name__}"
+            )
+        return made
+
+    return _adopted(attrs.evolve(spec, options=control), make(spec), make, _devices_of)
+
+
 create.check = check  # type: ignore[attr-defined]  # found by `new_group`
+create.adopt = adopt  # type: ignore[attr-defined]  # found by `build`
 
 
 def _adopted(
@@ -81,6 +114,15 @@ def _adopted(
         return PluginBackend(part, call(part), types, make)
 
     return agreed(spec, PluginBackend(library_spec(spec), made, types, make), make)
+
+
+def _devices_of(made: Any) -> tuple[str, ...]:
+    """Return the devices whose tensors an object of torch's takes."""
+    if isinstance(made, TorchProcessGroup):
+        found = [device.type for device in made._device_types]
+    else:
+        found = TorchBackend.backend_capability.get(made.name().lower(), ["cpu"])
+    return tuple(dict.fromkeys(found)) or ("cpu",)
 
 
 def _call_creator(spec: GroupSpec) -> Any:
