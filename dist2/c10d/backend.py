@@ -26,6 +26,11 @@ _OF_THE_GROUP = frozenset(
         *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "gather", "scatter", "barrier"),
         *("allgather", "allgather_coalesced", "_allgather_base", "reduce_scatter", "_reduce_scatter_base"),
         *("alltoall", "alltoall_base", "send", "recv", "recv_anysource"),
+        # Of torch 2.14
+        *("all_gather_single", "all_gather_single_coalesced", "all_to_all_single"),
+        *("reduce_scatter_single", "reduce_scatter_single_coalesced", "gather_single", "gather_into_tensor"),
+        *("_register_on_completion_hook", "_enable_collectives_timing", "_wait_for_pending_works"),
+        *("get_error", "new_window", "get_reconfigure_handle", "register_abort_hook"),
     }
 )
 
@@ -59,6 +64,8 @@ class BackendView:
         supports_coalescing: Operations can be collected and started together.
         supports_time_estimate: How long an operation would take cannot be asked.
         supports_window: There are no one-sided operations.
+        supports_reconfigure: `ProcessGroup.reconfigure` returns another group.
+        Options: The type of `options`.
     """
 
     supports_splitting = True
@@ -66,6 +73,8 @@ class BackendView:
     supports_coalescing = True
     supports_time_estimate = False
     supports_window = False
+    supports_reconfigure = False
+    Options = _c10d.Backend.Options
 
     def __init__(self, group: ViewedGroup) -> None:
         self._group = group
@@ -102,7 +111,7 @@ class BackendView:
 
     @holds_no_lock
     def shrink(
-        self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts: object = None
+        self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts_override: object = None
     ) -> BackendView:
         """Return the backend of `ProcessGroup.shrink`; ``shrink_flags=1`` aborts this group as well."""
         smaller = self._group.shrink(ranks_to_exclude)

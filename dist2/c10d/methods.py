@@ -219,6 +219,29 @@ def _all_gather_lists(
     return runner.combined(batch, async_op)
 
 
+def _gather_single(
+    self: Any,
+    output: torch.Tensor | None,
+    input: torch.Tensor,
+    root: int = 0,
+    *,
+    async_op: bool = False,
+    timeout: Any = None,
+) -> Work:
+    """Collect the tensor of every rank, one after the other, in one tensor of the root; others need none."""
+    outputs: tuple[torch.Tensor, ...] = ()
+    if self.rank() == root:
+        wanted = self.size() * input.numel()
+        if output is None or output.numel() != wanted or not output.is_contiguous():
+            found = "None" if output is None else f"{output.numel()}, strides {output.stride()}"
+            raise InvalidUsageError(
+                f"output must be contiguous at the root and have {wanted} elements, got {found}"
+            )
+        outputs = tuple(part.view_as(input) for part in output.view(self.size(), input.numel()))
+    gather: Callable[..., Work] = self.gather
+    return gather(outputs, input, root, async_op=async_op, timeout=timeout)
+
+
 _IN_OUT = {
     "output_tensors": "outputs",
     "output_tensor": "output",
@@ -234,7 +257,14 @@ _PARTED = {
     "output_tensors": "output",
     "output_tensor": "output",
     "input_tensors": "inputs",
+    "input_tensor": "inputs",
     "input": "inputs",
+}
+_LISTS = {
+    "output_tensors": "outputs",
+    "output_tensor": "outputs",
+    "input_tensors": "inputs",
+    "input_tensor": "inputs",
 }
 _SPLITS = {"output_split_sizes": "output_splits", "input_split_sizes": "input_splits"}
 
@@ -259,8 +289,11 @@ _GATHER = Spelling(
 _SCATTER = Spelling(
     ("output", "inputs", "root", "timeout"), {**_PARTED, **_SRC}, lists=("output",), nested=("inputs",)
 )
-_ALL_TO_ALL = Spelling(("outputs", "inputs", "timeout"), _IN_OUT)
-_ALL_TO_ALL_SINGLE = Spelling(("output", "input", "output_splits", "input_splits", "timeout"), _SPLITS)
+_GATHER_SINGLE = Spelling(("output", "input", "root", "timeout"), {**_IN_OUT, **_DST})
+_ALL_TO_ALL = Spelling(("outputs", "inputs", "timeout"), _LISTS)
+_ALL_TO_ALL_SINGLE = Spelling(
+    ("output", "input", "output_splits", "input_splits", "timeout"), {**_IN_OUT, **_SPLITS}
+)
 _BARRIER = Spelling(("timeout",))
 _SEND = Spelling(("tensor", "dst", "tag"), {**_TENSOR, "dstRank": "dst"}, lists=("tensor",))
 _RECV = Spelling(("tensor", "src", "tag"), {**_TENSOR, "srcRank": "src"}, lists=("tensor",))
@@ -330,6 +363,16 @@ C10D_ONLY: Mapping[str, tuple[str | Callable[..., Work], Spelling, str]] = {
         "all_to_all_single",
         _ALL_TO_ALL_SINGLE,
         "work = pg.alltoall_base(torch.empty(2), torch.ones(2), [], [])",
+    ),
+    "gather_single": (
+        _gather_single,
+        _GATHER_SINGLE,
+        "work = pg.gather_single(torch.empty(4) if pg.rank() == 0 else None, torch.ones(2))",
+    ),
+    "gather_into_tensor": (
+        _gather_single,
+        _GATHER_SINGLE,
+        "work = pg.gather_into_tensor(torch.empty(4) if pg.rank() == 0 else None, torch.ones(2))",
     ),
     "recv_anysource": (
         "recv",

@@ -5,18 +5,35 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Self, cast
+from typing import Any, NoReturn, Self, cast
 
 import attrs
 import torch
 
 from dist2.c10d.backend import BackendView, ViewedGroup, view_of
-from dist2.errors import OperationTimeoutError
+from dist2.errors import InvalidUsageError, OperationTimeoutError
 from dist2.operation.contract import GroupParts
 from dist2.operation.runner import Timeout
 from dist2.operation.signature import Operation
 from dist2.operation.work import Work
 from dist2.runtime.cpp_ownership import Pins, held_by_cpp
+
+
+def _refusing(name: str, reason: str) -> Callable[..., NoReturn]:
+    """Return a method that refuses a call of torch 2.14 which the binding would take without an effect."""
+
+    def refuse(self: C10dApi, *args: Any, **options: Any) -> NoReturn:
+        raise InvalidUsageError(
+            f"Backend {self.info.backend} does not support {name}: {reason}", group=self.info.name
+        )
+
+    refuse.__name__ = name
+    refuse.__doc__ = (
+        f"Refuse what torch 2.14 has under this name: {reason}.\n\nExamples:\n    >>> try:\n"
+        f"    ...     pg.{name}(1)\n    ... except dist2.InvalidUsageError as error:\n"
+        f"    ...     print('refused')\n    refused"
+    )
+    return refuse
 
 
 class C10dApi(GroupParts):
@@ -150,6 +167,59 @@ class C10dApi(GroupParts):
 
     def _get_backend(self, device: torch.device) -> BackendView:
         return view_of(cast("ViewedGroup", self), device)
+
+    def get_backend(self, device: torch.device | str) -> BackendView:
+        """Return the object that answers for the group's backend, as c10d describes backends (torch 2.14).
+
+        Args:
+            device: Of the tensors that it takes.
+
+        Raises:
+            InvalidUsageError: It takes no tensors of this device.
+
+        Examples:
+            >>> pg.get_backend("cpu").rank() == pg.rank()
+            True
+        """
+        return view_of(cast("ViewedGroup", self), device)
+
+    @property
+    def supports_window(self) -> bool:
+        """Whether there are one-sided operations: there are none.
+
+        Examples:
+            >>> pg.supports_window
+            False
+        """
+        return False
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """Whether the group changes its members in place, as torch 2.14 asks: `reconfigure` returns another.
+
+        Examples:
+            >>> pg.supports_reconfigure
+            False
+        """
+        return False
+
+    def get_reconfigure_handle(self) -> str:
+        """Do `handle`, by its name in torch 2.14.
+
+        Examples:
+            >>> pg.get_reconfigure_handle() == pg.handle()
+            True
+        """
+        handle: str = cast("Any", self).handle()
+        return handle
+
+    new_window = _refusing(
+        "new_window",
+        "no backend of dist2 has one-sided operations; of torch's, nccl2 does (torch 2.14, CUDA)",
+    )
+    register_pre_hook = _refusing("register_pre_hook", "an instrument of observability sees operations begin")
+    register_post_hook = _refusing("register_post_hook", "call register_completion_hook")
+    register_abort_hook = _refusing("register_abort_hook", "operations raise the error, and get_error has it")
 
     def split_group(
         self,

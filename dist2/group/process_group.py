@@ -95,6 +95,8 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
         reduce_scatter_tensor_coalesced: Callable[..., Work]
         alltoall: Callable[..., Work]
         alltoall_base: Callable[..., Work]
+        gather_single: Callable[..., Work]
+        gather_into_tensor: Callable[..., Work]
         recv_anysource: Callable[..., Work]
 
     def __init__(self, spec: GroupSpec, backend: Backend, open_group: Opener | None = None) -> None:

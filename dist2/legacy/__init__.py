@@ -43,6 +43,7 @@ from dist2.legacy.collectives import (
     barrier,
     broadcast,
     gather,
+    gather_into_tensor,
     gather_single,
     monitored_barrier,
     reduce,
@@ -128,6 +129,7 @@ from dist2.legacy.queries import (
     _time_estimator,
     get_backend,
     get_backend_config,
+    get_backend_impl,
     get_global_rank,
     get_group_rank,
     get_node_local_rank,
@@ -137,10 +139,12 @@ from dist2.legacy.queries import (
     get_world_size,
     is_initialized,
     is_torchelastic_launched,
+    set_timeout,
 )
 from dist2.operation.work import Work
 from dist2.rendezvous import register_rendezvous_handler
-from dist2.store import FileStore, HashStore, PrefixStore, Store, TCPStore
+from dist2.runtime import torch_versions
+from dist2.store import FileStore, HashStore, PrefixStore, Store, StoreCollectives, TCPStore
 
 __all__ = [
     "SHRINK_ABORT",
@@ -206,10 +210,12 @@ __all__ = [
     "default_pg_timeout",
     "destroy_process_group",
     "gather",
+    "gather_into_tensor",
     "gather_object",
     "gather_single",
     "get_backend",
     "get_backend_config",
+    "get_backend_impl",
     "get_debug_level",
     "get_default_backend_for_device",
     "get_global_rank",
@@ -255,6 +261,7 @@ __all__ = [
     "send_object_list",
     "set_debug_level",
     "set_debug_level_from_env",
+    "set_timeout",
     "shrink_group",
     "split_group",
     "supports_complex",
@@ -264,19 +271,26 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Return a name of torch's: a type, a submodule, or a function that asks torch's tables.
 
-    `init_process_group` enters its group there (`register_with_torch`).
+    `init_process_group` enters its group there (`register_with_torch`). Names of torch's binding are here
+    too, and those that only older versions of torch have.
     """
-    for module in (torch.distributed, distributed_c10d):
+    for module in (torch.distributed, distributed_c10d, torch_versions.BINDING):
         if hasattr(module, name):
             return getattr(module, name)
     if name == "_DistributedPdb":  # since torch 2.13 its class is inside a function
         maker: Any = torch.distributed._make_distributed_pdb
         return type(maker())
+    if name in _GONE:
+        return _GONE[name]
     raise AttributeError(f"module 'dist2.legacy' has no attribute {name!r}")
 
 
+_GONE = {"_StoreCollectives": StoreCollectives, "_ControlCollectives": StoreCollectives}
+"""Names that torch 2.14 has no more, and the types of dist2 that do the same."""
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *dir(torch.distributed)})
+    return sorted({*globals(), *dir(torch.distributed), *_GONE})
 
 
 keep_out(__name__)

@@ -149,28 +149,40 @@ def gather(
 
 
 def gather_single(
-    output_tensor: Tensor | None,
-    input_tensor: Tensor,
+    tensor: Tensor,
+    gather_tensor: Tensor | None = None,
     dst: int | None = None,
     group: Group = None,
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Collect the tensor of every rank, one after the other, in one tensor at ``dst``; None elsewhere."""
+    """Collect the tensor of every rank in one tensor at ``dst`` (by default global rank 0), in order of rank.
+
+    Args:
+        tensor: The caller's.
+        gather_tensor: At ``dst``: contiguous, with the elements of all ranks; ignored elsewhere.
+    """
     if (found := group_ranks_or_warn(group, "gather_single")) is None:
         return None
-    source = one(input_tensor, "input_tensor")
-    root, size = found.group_rank(dst, group_dst, 0), found.pg.size()
-    outputs: Tensors = ()
-    if found.pg.rank() == root:
-        whole = one(output_tensor, "output_tensor")
-        if whole.numel() != size * source.numel() or not whole.is_contiguous():
-            raise InvalidUsageError(
-                f"output_tensor must be contiguous and have {size * source.numel()} elements, "
-                f"got {whole.numel()}"
-            )
-        outputs = [part.view_as(source) for part in whole.view(size, source.numel())]
-    return asked(found.pg.gather(outputs, source, root, async_op=async_op), async_op)
+    root, source = found.group_rank(dst, group_dst, default=0), one(tensor, "tensor")
+    at_root = found.pg.rank() == root
+    if at_root and gather_tensor is None:
+        raise InvalidUsageError("gather_tensor must be specified on the destination rank")
+    whole = one(gather_tensor, "gather_tensor") if at_root else None
+    return asked(found.pg.gather_single(whole, source, root=root, async_op=async_op), async_op)
+
+
+@deprecated("`gather_into_tensor` is deprecated: use `gather_single`", category=FutureWarning)
+def gather_into_tensor(
+    tensor: Tensor,
+    gather_tensor: Tensor | None = None,
+    dst: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Do `gather_single`."""
+    return gather_single(tensor, gather_tensor, dst, group, async_op, group_dst)
 
 
 def scatter(

@@ -51,7 +51,7 @@ def new_group(
         timeout: Limit of the group's operations; by default 30 minutes.
         backend: By default that of the default group, whose links the new group then shares.
         pg_options: A mapping of options for the backend.
-        use_local_synchronization: Only the ranks in the group call; others that do get None.
+        use_local_synchronization: Only the ranks in the group call; others may, and nobody waits for them.
         group_desc: Free text.
         device_id: Ignored: the default group determines the device of tensors.
         sort_ranks: Number the members by global rank; otherwise in the order given.
@@ -68,7 +68,7 @@ def new_group(
     # Members and others must agree on names, so all count. Where only members call, the split names it.
     name = None if use_local_synchronization else f"{parent.pg.group_name}/{worlds.of(parent.pg).count()}"
     if parent.pg.rank() not in chosen:
-        return None if use_local_synchronization else NON_GROUP_MEMBER
+        return NON_GROUP_MEMBER
     if backend is None and pg_options is None:
         made = parent.pg.split(chosen, timeout=allowed, name=name, desc=group_desc)
     else:

@@ -76,6 +76,7 @@ def init_process_group(
     pg_options: Any | None = None,
     device_id: torch.device | int | None = None,
     _ranks: list[int] | None = None,
+    enable_reconfigure: bool = False,
     *,
     register_with_torch: bool = True,
 ) -> None:
@@ -98,13 +99,20 @@ def init_process_group(
         pg_options: A mapping of options for the backend. torch's options objects are accepted and ignored.
         device_id: Where the group's tensors live by default.
         _ranks: Ignored: names are unique anyway.
+        enable_reconfigure: Must be False: `ProcessGroup.reconfigure` returns another group.
         register_with_torch: Whether to make it torch's default group.
 
     Raises:
-        InvalidUsageError: It was called before, torch has another default group, or arguments contradict
-            each other. Ranks that are threads of one process each call it, and give their rank.
+        InvalidUsageError: It was called before, torch has another default group, arguments contradict
+            each other, or ``enable_reconfigure`` is true. Ranks that are threads of one process each call it,
+            and give their rank.
         UnknownBackendError, BackendUnavailableError, RendezvousError: As `dist2.new_group`.
     """
+    if enable_reconfigure:
+        raise InvalidUsageError(
+            "enable_reconfigure must be False: no group of dist2 changes its members in place. Any group's "
+            "handle() and reconfigure(uuid, handles) make a new group of the members that are left"
+        )
     with worlds.claim(rank_told(init_method, rank)) as world:
         if register_with_torch and world.is_shared:
             check_no_default_group("the group of dist2.legacy.init_process_group")

@@ -1,7 +1,8 @@
 """Collectives of Python objects, on those of the groups.
 
 Plain data and tensors travel safely encoded. Anything else is pickled, as torch does with everything,
-where ``DIST2_ALLOW_PICKLE=1`` is set on all ranks: only among ranks you trust.
+where ``DIST2_ALLOW_PICKLE=1`` is set on all ranks: only among ranks you trust. ``weights_only=True`` never
+pickles; all ranks pass the same value.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from dist2.legacy.world import Group, GroupRanks, group_ranks_or_warn
 from dist2.runtime.config import Config
 
 
-def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
+def all_gather_object(
+    object_list: list[Any], obj: Any, group: Group = None, weights_only: bool = False
+) -> None:
     """Collect an object of every rank on every rank, in ``object_list``."""
     if (found := group_ranks_or_warn(group, "all_gather_object")) is None:
         return
     _one_a_rank(object_list, "object_list", found)
-    object_list[: found.pg.size()] = found.pg.all_gather_object(obj, allow_pickle=_pickle_allowed())
+    object_list[: found.pg.size()] = found.pg.all_gather_object(obj, allow_pickle=_may_pickle(weights_only))
 
 
 def gather_object(
@@ -30,6 +33,7 @@ def gather_object(
     dst: int | None = None,
     group: Group = None,
     group_dst: int | None = None,
+    weights_only: bool = False,
 ) -> None:
     """Collect an object of every rank at ``dst`` (by default global rank 0), in ``object_gather_list``."""
     if (found := group_ranks_or_warn(group, "gather_object")) is None:
@@ -38,7 +42,7 @@ def gather_object(
     given = _list_at_root(object_gather_list, found.pg.rank() == root, "gather_list", "destination")
     if given is not None:
         _one_a_rank(given, "object_gather_list", found)
-    objects = found.pg.gather_object(obj, root, allow_pickle=_pickle_allowed())
+    objects = found.pg.gather_object(obj, root, allow_pickle=_may_pickle(weights_only))
     if given is not None and objects is not None:
         given[: len(objects)] = objects
 
@@ -49,6 +53,7 @@ def broadcast_object_list(
     group: Group = None,
     device: torch.device | None = None,
     group_src: int | None = None,
+    weights_only: bool = False,
 ) -> None:
     """Replace the objects of a list by those of ``src`` (by default global rank 0).
 
@@ -59,7 +64,7 @@ def broadcast_object_list(
     if (found := group_ranks_or_warn(group, "broadcast_object_list")) is None:
         return
     root = found.group_rank(src, group_src, default=0)
-    objects = found.pg.broadcast_object(_checked(object_list), root, allow_pickle=_pickle_allowed())
+    objects = found.pg.broadcast_object(_checked(object_list), root, allow_pickle=_may_pickle(weights_only))
     object_list[:] = _as_many(objects, object_list)
 
 
@@ -69,6 +74,7 @@ def scatter_object_list(
     src: int | None = None,
     group: Group = None,
     group_src: int | None = None,
+    weights_only: bool = False,
 ) -> None:
     """Give each rank its object of the list of ``src`` (by default global rank 0).
 
@@ -87,7 +93,9 @@ def scatter_object_list(
     given = _list_at_root(
         scatter_object_input_list, found.pg.rank() == root, "scatter_object_input_list", "source"
     )
-    scatter_object_output_list[0] = found.pg.scatter_object(given, root, allow_pickle=_pickle_allowed())
+    scatter_object_output_list[0] = found.pg.scatter_object(
+        given, root, allow_pickle=_may_pickle(weights_only)
+    )
 
 
 def send_object_list(
@@ -97,6 +105,7 @@ def send_object_list(
     device: torch.device | None = None,
     group_dst: int | None = None,
     use_batch: bool = False,
+    weights_only: bool = False,
 ) -> None:
     """Send the objects of a list to another rank.
 
@@ -108,7 +117,7 @@ def send_object_list(
     if (found := group_ranks_or_warn(group, "send_object_list")) is None:
         return
     peer = other_rank(found, found.group_rank(dst, group_dst), "destination")
-    found.pg.send_object(_checked(object_list), peer, allow_pickle=_pickle_allowed())
+    found.pg.send_object(_checked(object_list), peer, allow_pickle=_may_pickle(weights_only))
 
 
 def recv_object_list(
@@ -118,6 +127,7 @@ def recv_object_list(
     device: torch.device | None = None,
     group_src: int | None = None,
     use_batch: bool = False,
+    weights_only: bool = False,
 ) -> int:
     """Replace the objects of a list by those that another rank sends; return its global rank.
 
@@ -132,13 +142,13 @@ def recv_object_list(
     named = src is not None or group_src is not None
     peer = other_rank(found, found.group_rank(src, group_src), "source") if named else None
     _checked(object_list)
-    objects, source = found.pg.recv_object(peer, allow_pickle=_pickle_allowed())
+    objects, source = found.pg.recv_object(peer, allow_pickle=_may_pickle(weights_only))
     object_list[:] = _as_many(objects, object_list)
     return found.global_rank(source)
 
 
-def _pickle_allowed() -> bool:
-    return Config.from_environment().allow_pickle
+def _may_pickle(weights_only: bool) -> bool:
+    return not weights_only and Config.from_environment().allow_pickle
 
 
 def _one_a_rank(places: object, argument: str, found: GroupRanks) -> None:

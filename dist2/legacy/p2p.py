@@ -179,16 +179,11 @@ def _coalescing_manager(
 
 def new_window(tensor: Tensor | None = None, group: Group = None) -> NoReturn:
     """Refuse a window for one-sided operations, which torch has from 2.14 on, for CUDA alone."""
-    pg = group_ranks(group).pg
-    raise InvalidUsageError(
-        f"Backend {pg.info.backend} does not support new_window: no backend of dist2 has one-sided "
-        f"operations; of torch's, nccl2 does (torch 2.14, CUDA)",
-        group=pg.info.name,
-    )
+    group_ranks(group).pg.new_window(tensor)
 
 
 _new_window = new_window  # its name in torch 2.14
 
 
 def _supports_window(group: Group = None) -> bool:
-    return False
+    return group_ranks(group).pg.supports_window

@@ -114,8 +114,24 @@ def _get_default_timeout(backend: str) -> timedelta:
     return default_pg_timeout
 
 
-def _set_pg_timeout(timeout: timedelta, group: Group = None) -> None:
+def set_timeout(timeout: timedelta, group: Group = None) -> None:
+    """Change the limit of operations of a group that are given none, from the next call on."""
     group_ranks(group).pg.set_timeout(timeout)
+
+
+_set_pg_timeout = set_timeout  # its name before torch 2.14
+
+
+def get_backend_impl(group: ProcessGroup | str | None = None, device: torch.device | None = None) -> Any:
+    """Return the object that answers for a group's backend, as c10d describes backends.
+
+    Args:
+        group: A group, or its name in torch's tables; the default group by default.
+        device: Of the tensors that it takes; by default any of the group's.
+    """
+    theirs: Any = distributed_c10d
+    pg = group_ranks(theirs._resolve_process_group(group) if isinstance(group, str) else group).pg
+    return pg.get_backend(pg.spec.device if device is None else device)
 
 
 def _time_estimator(group: Group = None, device: torch.device | None = None) -> AbstractContextManager[Any]:

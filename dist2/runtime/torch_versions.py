@@ -13,7 +13,10 @@ from typing import Any
 import attrs
 import torch
 
-_c10d: Any = torch._C._distributed_c10d
+BINDING: Any = torch._C._distributed_c10d
+"""torch's binding of c10d, with types that `torch.distributed` does not have."""
+
+_c10d = BINDING
 
 TENSOR_EXCHANGE: object = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 """The capsule by which C reads tensors without calling Python; None where it has to call Python."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pkgutil
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -30,7 +31,14 @@ LISTED = [
 OURS_ALONE = [
     *("_DistributedPdb", "gather_single", "all_reduce_multigpu", "all_gather_multigpu", "broadcast_multigpu"),
     *("reduce_multigpu", "reduce_scatter_multigpu", "_make_nccl_premul_sum", "_get_global_rank"),
-    *("new_window", "_new_window", "_supports_window"),
+    *(
+        "new_window",
+        "_new_window",
+        "_supports_window",
+        "gather_into_tensor",
+        "set_timeout",
+        "get_backend_impl",
+    ),
 ]
 
 
@@ -52,6 +60,22 @@ def test_nothing_of_torchs_is_missing() -> None:
     assert set(LISTED) - {"GroupName", "record_comm", "_time_estimator"} <= set(dir(ours)) | set(
         dir(distributed_c10d)
     )
+
+
+def test_names_of_torchs_binding_alone() -> None:
+    binding: Any = torch._C._distributed_c10d
+    missing = [name for name in dir(binding) if not hasattr(ours, name)]
+    assert missing == []
+    for name in ("OpType", "WorkInfo", "_WorkerServer", "_register_work", "_SymmetricMemory"):
+        assert getattr(ours, name) is getattr(binding, name)
+
+
+@pytest.mark.parametrize("name", ["_StoreCollectives", "_ControlCollectives"])
+def test_names_that_torch_2_14_has_no_more(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (theirs, distributed_c10d, torch._C._distributed_c10d):
+        monkeypatch.delattr(module, name, raising=False)
+    assert getattr(ours, name) is dist2.StoreCollectives
+    assert name in dir(ours)
 
 
 def test_no_module_of_ours_hides_a_name_of_torchs() -> None:
@@ -136,10 +160,15 @@ def test_a_bare_store_has_no_extended_api() -> None:
 
 
 def test_a_tensor_for_all(alone: None) -> None:
-    ours.gather_single(whole := torch.zeros(2), torch.ones(2))
+    ours.gather_single(torch.ones(2), whole := torch.zeros(2))
     assert whole.tolist() == [1, 1]
-    with pytest.raises(ValueError, match="output_tensor must be contiguous and have 2 elements, got 3"):
-        ours.gather_single(torch.zeros(3), torch.ones(2))
+    with pytest.raises(ValueError, match="output must be contiguous at the root and have 2 elements, got 3"):
+        ours.gather_single(torch.ones(2), torch.zeros(3))
+    with pytest.raises(ValueError, match="gather_tensor must be specified on the destination rank"):
+        ours.gather_single(torch.ones(2))
+    with pytest.warns(FutureWarning, match="use `gather_single`"):
+        ours.gather_into_tensor(torch.ones(2), whole.zero_())
+    assert whole.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("async_op", [False, True])
@@ -211,6 +240,63 @@ def test_windows_and_estimates_are_refused() -> None:
             pass
     finally:
         ours.destroy_process_group()
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_weights_only_objects_are_never_pickled(
+    weights_only: bool, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIST2_ALLOW_PICKLE", "1")
+    calls: list[Callable[[object], object]] = [
+        lambda obj: ours.all_gather_object([None], obj, weights_only=weights_only),
+        lambda obj: ours.gather_object(obj, [None], weights_only=weights_only),
+        lambda obj: ours.broadcast_object_list([obj], weights_only=weights_only),
+        lambda obj: ours.scatter_object_list([None], [obj], weights_only=weights_only),
+    ]
+    for call in calls:
+        call({"plain": [1, torch.ones(2)]})
+        with pytest.raises(ValueError, match="range") if weights_only else nullcontext():
+            call(range(3))
+
+
+def test_messages_that_are_weights_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    monkeypatch.setenv("DIST2_ALLOW_PICKLE", "1")
+
+    def rank_main(rank: int) -> object:
+        ours.init_process_group("socket", rank=rank, world_size=2, store=store)
+        if rank == 0:
+            with pytest.raises(ValueError, match="range"):
+                ours.send_object_list([range(3)], 1, weights_only=True)
+            ours.send_object_list([range(3)], 1)
+            ours.send_object_list([[3]], 1, weights_only=True)
+            ours.barrier()
+            return ours.destroy_process_group()
+        with pytest.raises(ValueError, match="pickle"):
+            ours.recv_object_list([None], 0, weights_only=True)
+        ours.recv_object_list(got := [None], 0, weights_only=True)
+        ours.barrier()
+        ours.destroy_process_group()
+        return got
+
+    assert together(lambda: rank_main(0), lambda: rank_main(1))[1] == [[3]]
+
+
+def test_groups_are_not_made_to_change_in_place() -> None:
+    with pytest.raises(ValueError, match=r"enable_reconfigure must be False.*reconfigure\(uuid, handles\)"):
+        ours.init_process_group(store=HashStore(), rank=0, world_size=1, enable_reconfigure=True)
+    assert not ours.is_initialized()
+
+
+def test_limits_and_backends_by_the_names_of_torch_2_14(alone: None) -> None:
+    pg = ours.group.WORLD
+    ours.set_timeout(timedelta(seconds=8))
+    assert pg is not None
+    assert pg.timeout_s == 8
+    assert ours.get_backend_impl().size() == ours.get_backend_impl(pg, torch.device("cpu")).size() == 1
+    assert ours.get_backend_impl(theirs.group.WORLD.group_name).name() == "socket"
+    with pytest.raises(ValueError, match="device is 'meta'"):
+        ours.get_backend_impl(device=torch.device("meta"))
 
 
 def test_words_that_programs_match_on(alone: None) -> None:

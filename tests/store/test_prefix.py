@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from support.stores import leaving_nothing, server
 from support.threads import together
+from support.torch_features import needs
 
 import dist2
 from dist2.runtime import cpp_ownership as halves
@@ -71,6 +72,7 @@ def test_the_timeout_is_that_of_the_store_below() -> None:
     assert prefixed.timeout == timedelta(seconds=4)
 
 
+@needs("store_collectives")
 @pytest.mark.parametrize("below", [dist2.HashStore, dist.HashStore])
 def test_a_timeout_that_cpp_sets_for_a_while_holds(below: Any) -> None:
     store = dist2.PrefixStore("p", below())

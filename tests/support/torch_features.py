@@ -46,6 +46,7 @@ _FEATURES: dict[str, tuple[str, Callable[[], bool]]] = {
     "list_keys": ("Store.list_keys", lambda: hasattr(dist.Store, "list_keys")),
     "barrier": ("Store.barrier", lambda: hasattr(dist.Store, "barrier")),
     "single": ("all_gather_single and reduce_scatter_single", lambda: hasattr(dist, "all_gather_single")),
+    "store_collectives": ("_StoreCollectives", lambda: hasattr(dist, "_StoreCollectives")),
     "sort_ranks": ("new_group(sort_ranks=)", lambda: _takes(dist.new_group, "sort_ranks")),
     "gloo_complex": ("broadcast of complex tensors by Gloo", lambda: _is_since(2, 9)),
     "zero_overlap": (
