@@ -16,6 +16,7 @@ from dist2.operation.contract import GroupParts
 from dist2.operation.runner import Timeout
 from dist2.operation.signature import Operation
 from dist2.operation.work import Work
+from dist2.runtime import torch_versions
 from dist2.runtime.cpp_ownership import Pins, held_by_cpp
 
 
@@ -254,22 +255,30 @@ _pinned: Pins[C10dApi] = Pins()
 
 @attrs.frozen
 class WorkInfo:
-    """The argument of c10d's completion hooks."""
+    """The argument of c10d's completion hooks.
+
+    Attributes:
+        op_type: An ``OpType`` of torch.
+        seq: The operation's number in its group.
+        time_started: When it began, by the clock of `time.monotonic`.
+        time_finished: When it ended, by that clock.
+        active_duration: The difference.
+    """
 
     op_type: object
     seq: int
-    time_started: float
-    time_finished: float
+    time_started: timedelta
+    time_finished: timedelta
     active_duration: timedelta
 
     @classmethod
     def of(cls, operation: Operation) -> WorkInfo:
-        work = Work(operation, ())
-        spent_us = (operation.finished_ns - operation.started_ns) / 1e3
+        began = timedelta(microseconds=operation.started_ns / 1e3)
+        ended = timedelta(microseconds=operation.finished_ns / 1e3)
         return cls(
-            op_type=work._get_op_type(),
+            op_type=torch_versions.BINDING.OpType(Work(operation, ())._get_op_type()),
             seq=operation.seq,
-            time_started=operation.started_ns / 1e9,
-            time_finished=operation.finished_ns / 1e9,
-            active_duration=timedelta(microseconds=spent_us),
+            time_started=began,
+            time_finished=ended,
+            active_duration=ended - began,
         )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections import ChainMap
+from collections.abc import Callable, Mapping, MutableMapping
 from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any
@@ -25,8 +26,8 @@ default_pg_timeout = timedelta(minutes=30)
 BOTH_DEVICES = ("cpu", "cuda")
 """Devices of a backend that torch does not know: dist2's own take tensors of both."""
 
-DEFAULT_BACKENDS = {"cpu": "socket"}
-"""The backend of a device where none is named."""
+OF_TORCH = {"nccl2": "nccl", "nccl-legacy": "nccl", "nccl-lazy": "nccl"}
+"""Names of torch 2.14 for its own backends over NCCL, and the backend of dist2 that they mean here."""
 
 
 class _BackendNames(type):
@@ -62,14 +63,14 @@ class _BackendNames(type):
         plugins: dict[str, Any] = torch.distributed.Backend._plugins
         return plugins
 
-    @property
-    def default_device_backend_map(cls) -> dict[str, str]:
-        """The backend of each device where none is named."""
-        return dict(DEFAULT_BACKENDS)
-
 
 class Backend(str, metaclass=_BackendNames):
-    """Makes a `str` in lower case of a backend's name; attributes in upper case stand for known names."""
+    """Makes a `str` in lower case of a backend's name; attributes in upper case stand for known names.
+
+    Attributes:
+        default_device_backend_map: The backend of each device where none is named: torch's, but for the CPU.
+            May be changed and replaced.
+    """
 
     __slots__ = ()
 
@@ -81,6 +82,10 @@ class Backend(str, metaclass=_BackendNames):
     XCCL = "xccl"
     FAKE = "fake"
     SOCKET = "socket"
+
+    default_device_backend_map: MutableMapping[str, str] = ChainMap(
+        {"cpu": SOCKET}, TorchBackend.default_device_backend_map
+    )
 
     def __new__(cls, name: str) -> str:  # type: ignore[misc]  # as torch's: other libraries look at the type
         if not isinstance(name, str):
@@ -138,10 +143,11 @@ def backends_by_device(backend: str) -> dict[str, str]:
         raise ArgumentTypeError(f"backend must be a str, got {backend!r} ({type(backend).__name__})")
     text = backend.lower()
     if text == Backend.UNDEFINED:
-        return dict(DEFAULT_BACKENDS)
+        return {"cpu": get_default_backend_for_device("cpu")}
     if ":" not in text:
-        device = "cuda" if text == Backend.NCCL else "xpu" if text == Backend.XCCL else "cpu"
-        return {device: text}
+        own = OF_TORCH.get(text, text)
+        device = "cuda" if own == Backend.NCCL else "xpu" if own == Backend.XCCL else "cpu"
+        return {device: own}
     found: dict[str, str] = {}
     for pair in text.split(","):
         device, colon, name = (part.strip() for part in pair.partition(":"))
@@ -152,7 +158,7 @@ def backends_by_device(backend: str) -> dict[str, str]:
             )
         if device in found:
             raise InvalidUsageError(f"Duplicate device type {device} in backend string {backend!r}")
-        found[device] = name
+        found[device] = OF_TORCH.get(name, name)
     return found
 
 
@@ -183,10 +189,11 @@ class _DeprecatedReduceOp:
     """``reduce_op.SUM``: the former name of `ReduceOp`."""
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ReduceOp.RedOpType.__members__:
+        members: Mapping[str, Any] = ReduceOp.RedOpType.__members__
+        if name != "__members__" and name not in members:
             raise AttributeError(name)
         warnings.warn("`reduce_op` is deprecated, please use `ReduceOp` instead", FutureWarning, stacklevel=2)
-        return getattr(ReduceOp, name)
+        return members if name == "__members__" else members[name]
 
 
 reduce_op = _DeprecatedReduceOp()
@@ -194,6 +201,9 @@ reduce_op = _DeprecatedReduceOp()
 
 def supports_complex(reduceOp: ReduceOp) -> bool:  # noqa: N803 - torch's name
     """Whether tensors of complex numbers can be reduced so: sums can, orders and bits cannot."""
+    named: object = ReduceOp.PREMUL_SUM
+    if reduceOp is named:  # Reductions have a factor
+        return True
     return Reduction.of(reduceOp).kind in (ReduceKind.SUM, ReduceKind.AVG, ReduceKind.PREMUL_SUM)
 
 
@@ -216,12 +226,13 @@ def get_default_backend_for_device(device: str | torch.device) -> str:
     """Return the backend of a device where none is named.
 
     Raises:
-        InvalidUsageError: dist2 has none for it.
+        InvalidUsageError: There is none.
     """
     kind = torch.device(device).type
-    if kind not in DEFAULT_BACKENDS:
+    name = Backend.default_device_backend_map.get(kind)
+    if name is None:
         raise InvalidUsageError(f"Default backend not registered for device : {device}")
-    return DEFAULT_BACKENDS[kind]
+    return OF_TORCH.get(name, name)
 
 
 def is_available() -> bool:

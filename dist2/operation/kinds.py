@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from functools import lru_cache
 
 import attrs
@@ -75,6 +76,10 @@ class Reduction:
     kind: ReduceKind
     factor: float | None = None
 
+    def __reduce__(self) -> tuple[Callable[..., Reduction], tuple[ReduceKind, float | None]]:
+        """Have copies, also those that are sent to other processes, be the one instance there is."""
+        return _the_one, (self.kind, self.factor)
+
     def __str__(self) -> str:
         return self.kind.value if self.factor is None else f"{self.kind.value}({self.factor})"
 
@@ -134,6 +139,10 @@ def premul_sum(factor: float | torch.Tensor) -> Reduction:
 def _premul_sum(factor: float) -> Reduction:
     """One object a factor, as plans are kept by identity."""
     return Reduction(ReduceKind.PREMUL_SUM, factor)
+
+
+def _the_one(kind: ReduceKind, factor: float | None) -> Reduction:
+    return _BY_NAME[kind.name] if factor is None else _premul_sum(factor)
 
 
 _BY_NAME = {kind.name: Reduction(kind) for kind in ReduceKind if kind is not ReduceKind.PREMUL_SUM}

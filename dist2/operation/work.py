@@ -319,8 +319,8 @@ class Work(TorchWork):
         """Return how long it ran, in milliseconds (as c10d has it)."""
         return (self.operation.finished_ns - self.operation.started_ns) / 1e6
 
-    def _get_op_type(self) -> OpType:
-        return _OP_TYPES[self.operation.signature.kind]
+    def _get_op_type(self) -> int:
+        return int(_OP_TYPES[self.operation.signature.kind])
 
 
 _pinned: Pins[Work] = Pins()

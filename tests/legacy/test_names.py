@@ -155,7 +155,7 @@ def test_backend_names() -> None:
         ours.Backend(3)
     assert ours.get_default_backend_for_device("cpu") == "socket"
     with pytest.raises(ValueError, match="not registered for device"):
-        ours.get_default_backend_for_device("cuda:0")
+        ours.get_default_backend_for_device("meta")
     assert ours.is_backend_available("cpu:gloo")
     assert not ours.is_backend_available("cpu:gloo,cuda:nobody")
     assert ours.is_gloo_available()
@@ -268,9 +268,48 @@ def test_debug_levels_are_torchs() -> None:
     assert ours.get_debug_level() == theirs.get_debug_level()
 
 
-@pytest.mark.parametrize("op", sorted(ReduceOp.RedOpType.__members__.keys() - {"UNUSED", "PREMUL_SUM"}))
+@pytest.mark.parametrize("op", sorted(ReduceOp.RedOpType.__members__.keys() - {"UNUSED"}))
 def test_complex_support_is_torchs(op: str) -> None:
     assert ours.supports_complex(getattr(ReduceOp, op)) == theirs.supports_complex(getattr(ReduceOp, op))
+
+
+@pytest.mark.parametrize("device", ["cuda", "xpu", "mps"])
+def test_the_default_backends_of_other_devices_are_torchs(device: str) -> None:
+    assert ours.get_default_backend_for_device(device) == theirs.get_default_backend_for_device(device)
+    assert ours.get_default_backend_for_device(torch.device(device, 0)) == names.OF_TORCH.get(
+        theirs.get_default_backend_for_device(device), theirs.get_default_backend_for_device(device)
+    )
+
+
+def test_the_default_backends_can_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    defaults = ours.Backend.default_device_backend_map
+    with pytest.raises(ValueError, match="Default backend not registered for device : hpu"):
+        ours.get_default_backend_for_device("hpu")
+    monkeypatch.setitem(defaults, "hpu", "hccl")
+    assert ours.get_default_backend_for_device("hpu") == "hccl"
+    assert "hpu" not in theirs.Backend.default_device_backend_map
+    monkeypatch.setitem(
+        theirs.Backend.default_device_backend_map, "mtia", "ours"
+    )  # as a package registers it
+    assert ours.get_default_backend_for_device("mtia") == "ours"
+    monkeypatch.setattr(ours.Backend, "default_device_backend_map", {"cpu": "fake"})
+    assert ours.get_default_backend_for_device("cpu") == "fake"
+    ours.init_process_group(rank=0, world_size=1)
+    assert ours.get_backend() == "fake"
+    ours.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["nccl2", "nccl-legacy", "NCCL-lazy", "cuda:nccl2"])
+def test_torchs_other_names_of_nccl(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ours.BackendConfig(name).get_device_backend_map() == {"cuda": "nccl"}
+    assert ours.is_backend_available(name) == ours.is_nccl_available()
+    monkeypatch.setitem(theirs.Backend.default_device_backend_map, "cuda", name.lower().removeprefix("cuda:"))
+    assert ours.get_default_backend_for_device("cuda") == "nccl"
+
+
+def test_the_members_of_the_deprecated_reductions() -> None:
+    with pytest.warns(FutureWarning, match="use `ReduceOp` instead"):
+        assert ours.reduce_op.__members__ == ReduceOp.RedOpType.__members__
 
 
 def test_world_is_the_only_state() -> None:

@@ -47,7 +47,7 @@ def test_a_complete_work() -> None:
     assert work.exception() is None
     assert work.result()[0] is tensor
     assert work._get_duration() == pytest.approx(4.0)
-    assert work._get_op_type() == OpType.ALLREDUCE
+    assert work._get_op_type() == int(OpType.ALLREDUCE)
     assert work.get_future().wait()[0] is tensor
     assert work.get_future_result().wait() == 0
     work.synchronize()
