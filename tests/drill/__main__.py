@@ -24,7 +24,7 @@ from drill.operations import OPERATIONS
 
 PHASES = ("before", "during", "between")
 TRANSPORTS = ("shm", "tcp")
-LIMIT_S = 20.0
+LIMIT_S = 40.0
 
 Column = tuple[int, str]
 """How many ranks, and the transport."""

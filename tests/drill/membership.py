@@ -98,7 +98,9 @@ def death_during_shrink(stage: Stage) -> None:
     if stage.role == 1:
         kill(pg)
     _lose(stage, pg, 1)
+    stage.tell(f"lost/{stage.role}")
     if stage.role == 2:
+        stage.hear("lost/0", "lost/3")  # a slow rank would lose both at once
         threading.Timer(0.002, kill, [pg]).start()
         while True:
             all_reduce_small(pg.shrink())

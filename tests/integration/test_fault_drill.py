@@ -14,7 +14,7 @@ from support.time_limits import failure
 
 from dist2.backends.socket.transport import shared_memory
 
-LIMIT_S = 20.0
+LIMIT_S = 40.0
 
 
 def may_trace() -> bool:

@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.skipif(bool(nccl_stubs.missing()), reason=str(nccl_stubs.missing())),
 ]
 
-LIMIT_S = 30.0
+LIMIT_S = 40.0
 
 
 @pytest.fixture(scope="module")
