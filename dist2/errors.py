@@ -242,6 +242,23 @@ class PeerLostError(Dist2Error, DistBackendError, ConnectionError):
         self.ranks = tuple(ranks)
 
 
+class ResourceError(Dist2Error, OSError):
+    """This process lacks descriptors or memory for a connection; no rank is lost by that.
+
+    After a message the group is usable: nothing was sent. After a collective it is not: others wait in it.
+
+    Examples:
+        >>> try:
+        ...     pg.send(torch.ones(1), 1 - pg.rank())
+        ... except dist2.ResourceError as error:
+        ...     print("close some files:", error)
+    """
+
+    def __init__(self, message: str, *, group_usable: bool = True, **where: Unpack[Where]) -> None:
+        super().__init__(message, **where)
+        self.group_usable = group_usable
+
+
 class BackendError(Dist2Error, DistBackendError):
     """The library under a backend failed in a way that has no type here; the message quotes it."""
 

@@ -37,6 +37,7 @@ from dist2.errors import (
     GroupRevokedError,
     InvalidUsageError,
     PeerLostError,
+    ResourceError,
     WireError,
     rank_names,
 )
@@ -328,11 +329,13 @@ class SocketBackend(Backend):
     def broken_by(self, error: BaseException) -> None:
         """Keep the error that broke the group here, for the members that wait for this rank.
 
-        The others detect the causes of dist2's own errors by themselves. For any other error, such as one
-        that a signal handler raised during an operation, revoke the group: no other rank can see it.
+        The others detect the causes of dist2's own errors by themselves, but for a lack of resources here.
+        For that, and any other error, such as one that a signal handler raised during an operation, revoke
+        the group: no other rank can see it.
         """
         self.endpoint.broken_by(error)
-        if isinstance(error, Exception) and not isinstance(error, Dist2Error):
+        detected = isinstance(error, Dist2Error) and not isinstance(error, ResourceError)
+        if isinstance(error, Exception) and not detected:
             self.revoke(self.spec.info.rank)
 
     def leaves_for(self, error: BaseException) -> None:

@@ -136,7 +136,7 @@ class Fabric:
         self.departures, self.dispatch, self.groups = departures, dispatch, groups
         linkage.report_to(intake)
         lock, alarm, reception = self.lock, self._alarm, self._reception
-        rounds = Rounds(lock, self._epoll, alarm, linkage, presence, reception, departures, borrower)
+        rounds = Rounds(lock, self._epoll, alarm, linkage, presence, reception, courier, departures, borrower)
         self.poller = Poller(lock, alarm, rounds, linkage.rings, dispatch, outcomes, mailboxes, spins)
 
     # One link, for direct sends and scripts

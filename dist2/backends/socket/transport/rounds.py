@@ -11,6 +11,7 @@ from dist2.backends.socket.transport.links.linkage import Linkage
 from dist2.backends.socket.transport.links.presence import GRACE_S, Presence
 from dist2.backends.socket.transport.links.reception import Reception
 from dist2.backends.socket.transport.messages.borrower import Borrower
+from dist2.backends.socket.transport.messages.courier import Courier
 from dist2.backends.socket.transport.messages.departures import Departures
 
 RING_ROUNDS = 16
@@ -29,6 +30,7 @@ class Rounds:
         linkage: The links there are.
         presence: Which processes are there.
         reception: Accepts connections.
+        courier: Sends frames again that lacked a link.
         departures: Handles members that are gone.
         borrower: Reads long messages where they lie.
 
@@ -44,6 +46,7 @@ class Rounds:
         linkage: Linkage,
         presence: Presence,
         reception: Reception,
+        courier: Courier,
         departures: Departures,
         borrower: Borrower,
     ) -> None:
@@ -53,6 +56,7 @@ class Rounds:
         self._linkage = linkage
         self._presence = presence
         self._reception = reception
+        self._courier = courier
         self._departures = departures
         self._borrower = borrower
         self._of_rings = 0
@@ -85,6 +89,8 @@ class Rounds:
                     self._serve(fd, event)
             finally:
                 linkage.gathers = False
+            if self._courier.shortage is not None:
+                self._courier.retry()
             self._departures.resolve()
             self._reception.sweep()
             linkage.flush_all()

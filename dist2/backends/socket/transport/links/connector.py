@@ -16,8 +16,9 @@ from dist2.backends.socket.transport.links.linkage import Linkage
 from dist2.backends.socket.transport.links.pacing import begin
 from dist2.backends.socket.transport.links.reception import Reception
 from dist2.backends.socket.transport.links.ring import RingWriter
+from dist2.backends.socket.transport.links.shortages import is_shortage, shortage
 from dist2.backends.socket.wire import Hello
-from dist2.errors import AuthenticationError, PeerLostError
+from dist2.errors import AuthenticationError, PeerLostError, ResourceError
 from dist2.runtime.tcp_keepalive import keep_alive
 from dist2.security.authenticator import Credentials
 from dist2.security.handshake import MESSAGE_BYTES, explanation
@@ -57,6 +58,7 @@ class Connector:
 
         Raises:
             PeerLostError: No process answers there any more.
+            ResourceError: This process lacks descriptors or memory.
         """
         linkage = self._linkage
         beside = beside and linkage.rings.maker is not None
@@ -102,6 +104,8 @@ class Connector:
                 sock.close()
                 raise
         except OSError as error:
+            if is_shortage(error):
+                raise shortage(error) from error
             raise PeerLostError(
                 f"the process at {card.host}:{card.port} cannot be reached: {error.strerror or error}"
             ) from error
@@ -165,7 +169,7 @@ class Connector:
             return
         try:
             sock = self._connect(calling.card, calling.beside)
-        except PeerLostError:
+        except (PeerLostError, ResourceError):
             linkage.hang_up(link)
             return
         self._epoll.unregister(link.fileno())

@@ -13,6 +13,7 @@ from dist2.backends.socket.transport.links.pacing import settle
 from dist2.backends.socket.transport.links.presence import Presence
 from dist2.backends.socket.transport.links.ring import RingWriter
 from dist2.backends.socket.transport.links.rings import Rings
+from dist2.backends.socket.transport.links.shortages import is_shortage
 from dist2.errors import AuthenticationError, WireError
 from dist2.runtime.tcp_keepalive import SILENT_LOOKS, is_silent
 from dist2.security.handshake import explanation
@@ -150,8 +151,11 @@ class Linkage:
         wanted = link.wants_write
         try:
             link.flush()
-        except OSError:
-            link.give_up_writing()
+        except OSError as error:
+            if is_shortage(error):  # nothing was written
+                link.wants_write = True
+            else:
+                link.give_up_writing()
         except BaseException:  # a signal handler that raises: unrecorded bytes may have been sent
             link.give_up_writing()
             raise
@@ -181,8 +185,9 @@ class Linkage:
         """Read a link, or process bytes read elsewhere; drop the link at its end."""
         try:
             (read or link.read)()
-        except (EOFError, OSError):
-            self.hang_up(link)
+        except (EOFError, OSError) as error:
+            if not (isinstance(error, OSError) and is_shortage(error)):  # then it is read again
+                self.hang_up(link)
         except AuthenticationError as error:  # a TLS listener says only now that it does not let us in
             self.refuse(link, error)
         except WireError as error:

@@ -15,6 +15,7 @@ from dist2.backends.socket.transport.links.card import Card
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.linkage import Linkage
 from dist2.backends.socket.transport.links.presence import Presence
+from dist2.backends.socket.transport.links.shortages import shortage
 from dist2.backends.socket.wire import PROTOCOL_VERSION, Header, Hello, Kind
 from dist2.errors import PeerLostError, WireError
 from dist2.security.authenticator import Credentials, hang_up
@@ -125,11 +126,15 @@ class Reception:
 
         Raises:
             PeerLostError: It is closed.
+            ResourceError: This process lacks descriptors.
         """
         other = _in_process.get(fabric_id)
         if other is None or Reception.has_departed(fabric_id):
             raise PeerLostError("the rank's fabric in this process is closed")
-        mine, theirs = socket.socketpair()
+        try:
+            mine, theirs = socket.socketpair()
+        except OSError as error:
+            raise shortage(error) from error
         for end in (mine, theirs):
             end.setblocking(False)
         # Not taken in here: that needs the other's lock, and two that connect at once would wait for

@@ -9,7 +9,14 @@ from dist2.backends.consensus import Agreement, Consensus
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.messages.explaining import absence, last_seen
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
-from dist2.errors import Dist2Error, MismatchError, OperationTimeoutError, PeerLostError, rank_names
+from dist2.errors import (
+    Dist2Error,
+    MismatchError,
+    OperationTimeoutError,
+    PeerLostError,
+    ResourceError,
+    rank_names,
+)
 from dist2.runtime.deadline import deadline_in
 
 _TELL_S = 0.5
@@ -46,6 +53,7 @@ class Ballot:
         Raises:
             OperationTimeoutError: `missing` did not come; the agreement stays open, and the next call
                 continues it.
+            ResourceError: This process lacked descriptors for its links; the same holds.
             MismatchError: Some survivors called `shrink` and others `agree`: the agreement has ended for all.
             PeerLostError: The others consider this rank lost.
             GroupAbortedError: `abort` was called.
@@ -87,6 +95,8 @@ class Ballot:
                 f"the other members consider rank {self._mailbox.rank} (this one) lost and go on without it",
                 ranks=[self._mailbox.rank],
             )
+        if self._fabric.courier.shortage is not None:
+            return ResourceError(f"no vote of this rank reached the others: {self._fabric.courier.shortage}")
         missing = consensus.awaited
         if not missing:
             return OperationTimeoutError("all ranks have voted, but some do not know of a death yet")

@@ -19,7 +19,7 @@ from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.backends.socket.transport.messages.transfer import Receiving
 from dist2.backends.socket.wire import TAGGED, TEXT_BYTES, Header, Kind
-from dist2.errors import PeerLostError
+from dist2.errors import PeerLostError, ResourceError
 from dist2.operation.description import MAX_BYTES, Call
 
 PUT_OFF_NS = 100_000_000
@@ -123,7 +123,7 @@ class Comparison:
             if rank != mailbox.rank and rank not in mailbox.left:
                 try:
                     link = self._courier.reach(mailbox, rank)
-                except PeerLostError:
+                except (PeerLostError, ResourceError):
                     continue  # its death is reported elsewhere
                 number = theirs if rank in mailbox.calls.offenders else 0
                 self._linkage.send(link, frame._replace(transfer=number).encode() + payload)

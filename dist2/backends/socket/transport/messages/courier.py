@@ -8,7 +8,7 @@ from dist2.backends.socket.transport.links.linkage import Linkage
 from dist2.backends.socket.transport.links.presence import Presence
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.wire import Header
-from dist2.errors import PeerLostError
+from dist2.errors import PeerLostError, ResourceError
 
 
 class Courier:
@@ -21,10 +21,14 @@ class Courier:
 
     Attributes:
         silent: Whether sending has ended.
+        shortage: Why frames were put off: this process lacks a resource that their link needs. They go in the
+            order given: none of them has a link.
     """
 
     def __init__(self, linkage: Linkage, connector: Connector, presence: Presence) -> None:
         self.silent = False
+        self.shortage: ResourceError | None = None
+        self._put_off_frames: list[tuple[Mailbox, int, bytes]] = []
         self._linkage = linkage
         self._outgoing = linkage.outgoing
         self._connector = connector
@@ -35,6 +39,7 @@ class Courier:
 
         Raises:
             PeerLostError: No process answers there any more.
+            ResourceError: This process lacks descriptors or memory.
         """
         fabric_id = mailbox.fabric_ids[peer]
         link = self._outgoing.get(fabric_id)
@@ -52,6 +57,9 @@ class Courier:
         except PeerLostError:
             self._presence.suspect(mailbox.fabric_ids[peer])
             return
+        except ResourceError as error:
+            self._put_off(mailbox, peer, header.encode(), error)
+            return
         self._linkage.say(link, header.encode())
 
     def tell(self, mailbox: Mailbox, rank: int, frame: bytes) -> None:
@@ -64,9 +72,25 @@ class Courier:
         except PeerLostError:
             self._presence.suspect(fabric_id)
             return
+        except ResourceError as error:
+            self._put_off(mailbox, rank, frame, error)
+            return
         self._linkage.send(link, frame)
+
+    def _put_off(self, mailbox: Mailbox, rank: int, frame: bytes, shortage: ResourceError) -> None:
+        self._put_off_frames.append((mailbox, rank, frame))
+        self.shortage = shortage
+
+    def retry(self) -> None:
+        """Send the frames again that were put off for lack of a resource."""
+        frames, self._put_off_frames = self._put_off_frames, []
+        self.shortage = None
+        for mailbox, rank, frame in frames:
+            self.tell(mailbox, rank, frame)
 
     def has_told(self, mailbox: Mailbox) -> bool:
         """Whether all short frames to the members have been handed to the kernel."""
+        if any(each is mailbox for each, *_ in self._put_off_frames):
+            return False
         links = [self._outgoing.get(fabric_id) for fabric_id in mailbox.fabric_ids]
         return all(link is None or link.prompt for link in links)

@@ -31,7 +31,7 @@ from dist2.backends.socket.transport.messages.mailbox import Arrived, Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.backends.socket.transport.messages.transfer import Message, Receiving, Sending
 from dist2.backends.socket.wire import EAGER_BYTES, LOAN_BYTES, PROMPT_BYTES, TAGGED, Header, Kind
-from dist2.errors import Dist2Error, PeerLostError
+from dist2.errors import Dist2Error, PeerLostError, ResourceError
 
 
 class Dispatch:
@@ -71,8 +71,8 @@ class Dispatch:
         if refusal is None and sending.tagged and mailbox.aborters:  # its receiver may never come
             refusal = aborted_error(mailbox)
         elif refusal is None:
-            refusal = self._unreachable(mailbox, sending.peer)
-            if refusal is not None:
+            refusal = self._unreachable(mailbox, sending.peer, sending.tagged)
+            if isinstance(refusal, PeerLostError):
                 self._presence.suspect(mailbox.fabric_ids[sending.peer])
         if refusal is not None:
             self._outcomes.finish(sending, refusal)
@@ -92,10 +92,13 @@ class Dispatch:
             self._delivery.deliver(mailbox, arrived, receiving)
             return
         refusal = self._refusal(mailbox, receiving.peer)
-        if refusal is None and self._unreachable(mailbox, receiving.peer) is not None:
-            # Its earlier messages may still arrive; if not, the receive fails in a moment.
-            self._presence.suspect(mailbox.fabric_ids[receiving.peer])
-        elif refusal is not None:
+        if refusal is None:
+            refusal = self._unreachable(mailbox, receiving.peer, receiving.tagged)
+            if isinstance(refusal, PeerLostError):
+                # Its earlier messages may still arrive; if not, the receive fails in a moment.
+                self._presence.suspect(mailbox.fabric_ids[receiving.peer])
+                return
+        if refusal is not None:
             mailbox.forget(receiving)
             self._outcomes.finish(receiving, refusal)
 
@@ -111,7 +114,7 @@ class Dispatch:
             return left_error(mailbox, sorted(mailbox.left))
         return None
 
-    def _unreachable(self, mailbox: Mailbox, peer: int) -> PeerLostError | None:
+    def _unreachable(self, mailbox: Mailbox, peer: int, tagged: bool) -> Dist2Error | None:
         """See to a link to a member, whose end is then noticed; return why there can be none."""
         if peer < 0 or peer == mailbox.rank:
             return None
@@ -119,6 +122,8 @@ class Dispatch:
             self._courier.reach(mailbox, peer)
         except PeerLostError as error:
             return self._unreached(mailbox, peer, error)
+        except ResourceError as error:
+            return _lacking(peer, error, tagged)
         return None
 
     def _send(self, mailbox: Mailbox, sending: Sending) -> None:
@@ -126,6 +131,9 @@ class Dispatch:
             link = self._courier.reach(mailbox, sending.peer)
         except PeerLostError as error:  # it went while the message waited for credit
             self._outcomes.finish(sending, mailbox.fault or self._unreached(mailbox, sending.peer, error))
+            return
+        except ResourceError as error:
+            self._outcomes.finish(sending, _lacking(sending.peer, error, sending.tagged))
             return
         if sending.fingerprint not in mailbox.calls.told[sending.peer]:
             seq = None if sending.tagged else sending.seq
@@ -247,6 +255,15 @@ class Dispatch:
         if sending is None or sending.peer != peer or sending.loan is None or sending.accepted:
             return
         self._outcomes.message_sent(sending)
+
+
+def _lacking(peer: int, shortage: ResourceError, tagged: bool) -> ResourceError:
+    """Return the error of a message whose link lacks a resource of this process; nothing was sent.
+
+    Other ranks take part in a collective, and wait for this one: the group cannot go on then.
+    """
+    text = f"rank {peer} cannot be reached from this process: {shortage}"
+    return ResourceError(text, group_usable=tagged)
 
 
 def _header(kind: Kind, sending: Sending, nbytes: int = 0, transfer: int = 0) -> Header:

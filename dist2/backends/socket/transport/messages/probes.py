@@ -19,7 +19,7 @@ from dist2.backends.socket.transport.messages.courier import Courier
 from dist2.backends.socket.transport.messages.departures import Departures
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.wire import ANSWER, Header, Kind
-from dist2.errors import PeerLostError
+from dist2.errors import PeerLostError, ResourceError
 from dist2.operation.description import Call
 
 ALL_PROBED = 64
@@ -76,6 +76,8 @@ class Probes:
                 links.append(self._courier.reach(mailbox, rank))
             except PeerLostError:
                 self._nobody_answered(mailbox, rank)
+            except ResourceError:
+                continue  # it can be asked again
         return links
 
     @staticmethod
