@@ -49,6 +49,9 @@ MAX_LABELLED = 16
 
 log = logging.getLogger("dist2.waiting")
 
+Found = tuple[tuple[Waiting, ...], frozenset[int]]
+"""The operations of the job that wait, and the culprits."""
+
 
 @attrs.frozen(eq=False)
 class Wait:
@@ -89,11 +92,13 @@ class Watch:
     Attributes:
         after_s: How long an operation may take.
         waits: The operations that take longer.
+        culprits: The ranks that hold up the job, as the latest diagnosis has found out.
     """
 
     def __init__(self, member: Member, url: str, after_s: float, asker: Asker | None = None) -> None:
         self.after_s = after_s
         self.waits: tuple[Wait, ...] = ()
+        self.culprits: frozenset[int] = frozenset()
         self._member = member
         self._url = url
         self._asker = asker or Asker()
@@ -174,7 +179,7 @@ class Watch:
     def _all_went_on(self) -> None:
         if self.waits:
             log.info("rank %d: no operation waits any more", self._member.rank)
-        self.waits = ()
+        self.waits, self.culprits = (), frozenset()
         self._logged.clear()
         self._next_ask = time.monotonic() + self._spread_s() * random.random()  # not all ranks at once
 
@@ -191,19 +196,23 @@ class Watch:
         if time.monotonic() < self._next_ask:
             return
         self._next_ask = time.monotonic() + max(self.after_s, self._spread_s())
-        found = {each.key: each for each in self._ask()}
+        answer = self._ask()
+        if answer is None:
+            return
+        waiting, self.culprits = answer
+        found = {each.key: each for each in waiting}
         self.waits = tuple(attrs.evolve(wait, found=found.get(wait.key, wait.found)) for wait in self.waits)
         for wait in self.waits:
             if wait.found is not None and wait.key not in self._logged:
                 self._logged.add(wait.key)
                 self._log(wait)
 
-    def _ask(self) -> tuple[Waiting, ...]:
-        """Return the operations of the job that wait, as the first rank that answers has found out."""
+    def _ask(self) -> Found | None:
+        """Return what the first rank that answers has found out; None without an answer."""
         member, began = self._member, time.monotonic()
         for rank in self._hubs():
             if self._ends.is_set():
-                return ()
+                return None
             if rank == member.rank:
                 break
             try:
@@ -216,12 +225,12 @@ class Watch:
             else:
                 self._rest(began, 1)
                 return found
-        found = member.waiting(self.after_s / 2, self._asked_after_s).waiting
+        diagnosis = member.waiting(self.after_s / 2, self._asked_after_s)
         self._rest(began, len(member.world()) / REST)
-        return found
+        return diagnosis.waiting, frozenset(diagnosis.culprits)
 
-    def _ask_hub(self, rank: int) -> tuple[Waiting, ...]:
-        """Return what a rank has found out; nothing if it is alive, but late for the first time."""
+    def _ask_hub(self, rank: int) -> Found | None:
+        """Return what a rank has found out; None if it is alive, but late for the first time."""
         url, token = self._member.directory.entries[rank].url, self._member.token
         self._asker.ask(f"{url}/livez", token, timeout_s=RANK_S)
         body = {"max_age_s": self.after_s / 2, "after_s": self._asked_after_s}
@@ -231,9 +240,10 @@ class Watch:
             if self._late_hub == rank:
                 raise
             self._late_hub = rank
-            return ()
+            return None
         self._late_hub = None
-        return waiting_in(json.loads(text))
+        document = json.loads(text)
+        return waiting_in(document), frozenset(map(int, document["culprits"]))
 
     def _rest(self, began: float, times: float) -> None:
         """Ask no more for a while after an answer that took long."""
@@ -291,9 +301,10 @@ class WaitingCollector(Collector):
         family = GaugeMetricFamily(
             "dist2_waiting_seconds",
             "How long an operation of this rank has waited for another rank.",
-            labels=("group", "op", "missing_rank"),
+            labels=("group", "op", "missing_rank", "culprit"),
         )
-        longest: dict[tuple[str, str, str], float] = {}
+        longest: dict[tuple[str, str, str, str], float] = {}
+        culprits = {str(rank) for rank in self._watch.culprits}
         now_ns = time.monotonic_ns()
         for wait in self._watch.waits:
             signature = wait.operation.signature
@@ -301,7 +312,8 @@ class WaitingCollector(Collector):
             missing = [] if wait.found is None else [str(each.rank) for each in wait.found.missing]
             ranks = [*missing[:MAX_LABELLED], *([OTHER] if len(missing) > MAX_LABELLED else [])]
             for rank in ranks or ["unknown"]:
-                labels = (group, signature.kind.value, rank)
+                culprit = "true" if rank in culprits else "false"
+                labels = (group, signature.kind.value, rank, culprit)
                 longest[labels] = max(longest.get(labels, 0.0), wait.age_s(now_ns))
         for labels, age_s in sorted(longest.items()):
             family.add_metric(labels, age_s)

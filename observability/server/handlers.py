@@ -24,6 +24,7 @@ from dist2.errors import InvalidUsageError
 from dist2.runtime.config import environment_value
 from dist2.store import PrefixStore, TCPStore
 from observability.flight_recorder import Recording, encode
+from observability.job.pyspy import pyspy_dump
 from observability.job.stacks import stacks
 from observability.server.answers import as_json, bytes_of
 from observability.server.threads import on_thread
@@ -32,6 +33,7 @@ Handler = Callable[[Mapping[str, str]], "str | bytes | dict[str, Any]"]
 """Returns text, bytes, or plain data that is sent as JSON."""
 
 PREFIX = "/torch/"
+PYSPY = "pyspy_dump"
 _KEYS = "debug_server"
 """The prefix of the keys of torch's frontend."""
 
@@ -60,7 +62,7 @@ def register_handler(name: str, handler: Handler) -> Callable[[], None]:
         raise InvalidUsageError(f"name must be of letters, digits and _, got {name!r}")
     if not callable(handler):
         raise InvalidUsageError(f"handler must be callable, got {handler!r}")
-    if name in OWN or name in _registered:
+    if name in OWN or name == PYSPY or name in _registered:
         raise InvalidUsageError(f"name {name!r} is taken by another handler")
     _registered[name] = handler
 
@@ -106,7 +108,7 @@ class HandlerEndpoints:
 
     async def names(self, request: Request) -> Response:
         """The names of the handlers."""
-        return as_json({"handlers": sorted({*OWN, *_registered, *_names_of_torch()})})
+        return as_json({"handlers": sorted({*OWN, PYSPY, *_registered, *_names_of_torch()})})
 
     async def handle(self, request: Request) -> Response:
         """The answer of the handler of that name."""
@@ -115,6 +117,8 @@ class HandlerEndpoints:
         answer: str | bytes | dict[str, Any]
         if name in OWN:
             answer = await on_thread(OWN[name], self._recording)
+        elif name == PYSPY:
+            answer = await on_thread(pyspy_dump, parameters)
         elif name in _registered:
             answer = await on_thread(_registered[name], parameters)
         elif name in _names_of_torch():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import os
 import socket
 import threading
 import time
@@ -173,6 +174,28 @@ def test_handlers_are_our_own_those_of_the_program_and_those_of_torch(
     assert dump["entries"][-1] not in of_torch  # perhaps groups of other tests
 
 
+@pytest.mark.parametrize("exit_code", [None, 0, 1], ids=["none", "works", "refused"])
+def test_stacks_come_from_py_spy_where_it_works(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, exit_code: int | None
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    if exit_code is not None:
+        program = tmp_path / "py-spy"
+        program.write_text(f'#!/bin/sh\necho "asked: $*"\necho not permitted >&2\nexit {exit_code}\n')
+        program.chmod(0o700)
+    answer = client.post("/handler/pyspy_dump?nonblocking=1&native=1&subprocesses=0")
+    assert answer.status_code == 200
+    assert "pyspy_dump" in client.get("/handler/").json()["handlers"]
+    if exit_code == 0:
+        assert answer.text == f"asked: dump --pid {os.getpid()} --native --nonblocking\n"
+        return
+    assert answer.text.startswith(f"Process {os.getpid()}: ")
+    why = "py-spy is not installed" if exit_code is None else "py-spy failed: not permitted"
+    assert f"{why}: Python frames only" in answer.text
+    assert f'Thread {threading.main_thread().native_id}: "MainThread"' in answer.text
+    assert "    test_stacks_come_from_py_spy_where_it_works (test_acts.py:" in answer.text
+
+
 def test_a_handler_must_have_a_name_of_its_own() -> None:
     for name in ("fr_trace_json", "a/b", "", 3):
         with pytest.raises(InvalidUsageError, match="name"):
@@ -213,6 +236,8 @@ def test_torchs_debug_server_lists_our_ranks(
         assert addresses[0].startswith(server.url)
         assert server.token not in addresses[0]
         assert "test_torchs_debug_server_lists_our_ranks" in stacks.text
+        _, (spied,) = frontend.fetch_all("pyspy_dump", "nonblocking=1", timeout=10)
+        assert spied.text.startswith(f"Process {os.getpid()}: ")
         table = handlers.FlightRecorderHandler()
         table.fetch_timeout = 10
         shown = table.dump()

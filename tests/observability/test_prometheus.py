@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import signal
 import threading
 import time
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -14,19 +18,28 @@ import torch
 import yaml
 from support import certificates, debian, prometheus
 from support.fake_groups import FakeGroup, info_of
-from support.processes import run_processes
+from support.processes import run_processes, started
 from support.programs import ROOT
 
 import dist2
 import observability
 from dist2 import ProcessGroup
 from observability.exposition import registry_of
+from observability.flight_recorder import FlightRecorder
+from observability.job.member import Member
+from observability.job.watch import WaitingCollector, Watch
 from observability.metrics import Metrics
 from observability.straggler_watch import StragglerCollector, StragglerWatch
 
 MONITORING = ROOT / "observability" / "monitoring"
 CASES = Path(__file__).parent / "monitoring"
 TOKEN = "prometheus-of-a-test"
+
+CANARY = """      - alert: Canary
+        expr: up == 0
+        for: 2s
+"""
+"""Fires for each rank that does not answer, after the rules before it have been evaluated as often."""
 
 STEPS = 150
 STUCK = 2
@@ -43,7 +56,7 @@ def wait_for(path: Path) -> None:
 
 def rank_main(pg: ProcessGroup, folder: Path) -> None:
     """Run some steps, and others for as long as the test looks; then one rank does not come to a barrier."""
-    with observability.start(pg, token=TOKEN) as server:
+    with observability.start(pg, token=TOKEN, waiting_after_s=1) as server:
         for _ in range(STEPS):
             pg.all_reduce(torch.ones(1000))
         pg.barrier()
@@ -72,8 +85,14 @@ def configured(folder: Path, url: str) -> None:
         text = text.replace(ours, theirs)
     (folder / "prometheus.yml").write_text(text)
     rules = (MONITORING / "rules.yml").read_text()
-    assert "dist2_oldest_operation_age_seconds) > 30" in rules
-    (folder / "rules.yml").write_text(rules.replace("age_seconds) > 30", "age_seconds) > 3"))
+    for ours, theirs in (
+        ('"(.*)")) > 30', '"(.*)")) > 3'),
+        ("for: 30s", "for: 2s"),
+        ("seconds_total[5m]", "seconds_total[20s]"),
+    ):
+        assert ours in rules
+        rules = rules.replace(ours, theirs)
+    (folder / "rules.yml").write_text(rules + CANARY)
     (folder / "dist2_token").write_text(TOKEN)
 
 
@@ -114,6 +133,7 @@ def test_prometheus_finds_all_ranks_counts_rightly_and_says_which_rank_is_stuck(
             (stuck,) = firing["Dist2RankStuck"]
             assert (stuck["rank"], stuck["group"]) == (str(STUCK), "test")
             assert stuck["summary"] == f"rank {STUCK} is stuck: group test waits for it"
+            assert data_of(server, "Waiting for").keys() == {f"group=test,job=training,missing_rank={STUCK}"}
             behind = data_of(server, "Ranks behind")
             assert re.findall(r"rank=\d", " ".join(behind)) == [f"rank={STUCK}"]
             (tmp_path / "enough").touch()
@@ -123,6 +143,93 @@ def test_prometheus_finds_all_ranks_counts_rightly_and_says_which_rank_is_stuck(
         (tmp_path / "enough").touch()
         job.join()
     assert failed == []
+
+
+def alerting_rank(pipe: Connection, rank: int, folder: Path) -> None:
+    """Work, with rank 2 slow; hang in a chain over two groups; then end, or rank 2 is killed."""
+    store = dist2.FileStore(str(folder / "store"), 3)
+    members = {"store": store, "rank": rank, "world_size": 3}
+    with (
+        dist2.new_group("socket", 60, name="training", **members) as pg,  # type: ignore[arg-type]  # of one kind
+        observability.start(pg, token=TOKEN, waiting_after_s=0.5) as server,
+    ):
+        first, second = pg.split([0, 1], name="first"), pg.split([1, 2], name="second")
+        pipe.send(server.url)
+        going = torch.ones(1)
+        while going.item():
+            time.sleep(0.06 if rank == 2 else 0.01)
+            going.fill_(not pipe.poll() if rank == 0 else 1)
+            pg.all_reduce(going, dist2.ReduceOp.MIN)
+        pipe.send("hangs")
+        if rank != 1:
+            pipe.recv()  # rank 0 had the message that ended the loop
+        for each in (second, first):
+            if each is not None:
+                each.barrier()
+        if pipe.recv() == "be killed" and rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if pipe.recv() == "fail":
+            with pytest.raises(dist2.PeerLostError):
+                pg.barrier()
+            pipe.recv()
+
+
+@pytest.mark.slow
+def test_alerts_name_the_culprit_and_only_it(tmp_path: Path) -> None:
+    """A slow rank, a hang in a chain of groups, a killed rank, and the normal end of a job."""
+    prometheus.require()
+    for ending in ("killed", "normal"):
+        folder = tmp_path / ending
+        folder.mkdir()
+        with started(alerting_rank, *((rank, folder) for rank in range(3))) as pipes:
+            urls = [pipe.recv() for pipe in pipes]
+            configured(folder, urls[0])
+            with prometheus.running(folder) as server:
+                prometheus.until(lambda: server.query("up"), lambda seen: list(seen.values()) == [1] * 3)
+                if ending == "normal":
+                    check_slow_rank(server)
+                check_chain(server, pipes)
+                if ending == "killed":
+                    check_killed(server, pipes, urls[2])
+                end(pipes)
+                prometheus.until(server.firing, lambda seen: len(seen.get("Canary", ())) == 3)
+                assert "Dist2RankSilent" not in server.firing(), "the job is over"
+
+
+def check_slow_rank(server: prometheus.Prometheus) -> None:
+    found = prometheus.until(server.firing, lambda seen: "Dist2Straggler" in seen)
+    assert [each["rank"] for each in found["Dist2Straggler"]] == ["2"]
+    assert set(found) <= {"Dist2Straggler", "Dist2SlowPath"}
+
+
+def check_chain(server: prometheus.Prometheus, pipes: list[Connection]) -> None:
+    pipes[0].send("hang")
+    assert [pipe.recv() for pipe in pipes] == ["hangs"] * 3
+    found = prometheus.until(server.firing, lambda seen: "Dist2RankStuck" in seen)
+    waits = "max by (group) (dist2_waiting_seconds)"
+    prometheus.until(lambda: server.query(waits), lambda seen: set(seen) == {"group=first", "group=second"})
+    stuck = [(each["rank"], each["group"]) for each in found["Dist2RankStuck"]]
+    assert stuck == [("2", "second")], "rank 1 waits itself"
+    pipes[2].send("go on")
+    prometheus.until(server.firing, lambda seen: "Dist2RankStuck" not in seen)
+
+
+def check_killed(server: prometheus.Prometheus, pipes: list[Connection], killed: str) -> None:
+    for pipe in pipes:
+        pipe.send("be killed")
+    for pipe in pipes[:2]:
+        pipe.send("fail")
+    found = prometheus.until(server.firing, lambda seen: "Dist2RankSilent" in seen)
+    assert [each["instance"] for each in found["Dist2RankSilent"]] == [killed.removeprefix("http://")]
+    failed = prometheus.until(server.firing, lambda seen: "Dist2OperationsFail" in seen)
+    assert {each["error"] for each in failed["Dist2OperationsFail"]} == {"PeerLostError"}
+
+
+def end(pipes: list[Connection]) -> None:
+    for _ in range(2):
+        for pipe in pipes:
+            with suppress(OSError):  # of the rank that was killed
+                pipe.send("end")
 
 
 @pytest.mark.slow
@@ -170,7 +277,7 @@ def test_the_rules_say_what_they_must_and_nothing_else(tmp_path: Path) -> None:
 
 DASHBOARD = json.loads((MONITORING / "grafana.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
-QUIET = {"Ranks behind", "Stragglers", "Failed operations", "Refused connections"}
+QUIET = {"Ranks behind", "Waiting for", "Stragglers", "Failed operations", "Refused connections"}
 """Panels without data while nothing is wrong."""
 CONNECTED = {"Connections", "Store requests a second"}
 """Panels without data for a job that meets in a file, on one host."""
@@ -252,6 +359,8 @@ def test_rules_and_dashboard_ask_for_metrics_that_there_are() -> None:
     metrics = Metrics()
     registry = registry_of(metrics)
     registry.register(StragglerCollector(StragglerWatch(lambda rank, path: b"", list)))
+    member = Member(metrics, FlightRecorder(), info_of())
+    registry.register(WaitingCollector(Watch(member, "http://127.0.0.1:1", 1.0), member))
     FakeGroup(info_of(), metrics).run()
     there = {
         f"{family.name}{suffix}"
