@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -21,6 +20,7 @@ from dist2.errors import InvalidUsageError
 from dist2.group.creation import new_group
 from dist2.group.open_groups import call_also, call_only_by_its_name
 from dist2.group.process_group import ProcessGroup
+from dist2.group.torch_options import TORCHS_OPTIONS, from_torch
 
 NAME = "dist2"
 
@@ -31,20 +31,17 @@ torch keeps results for a mesh by the names of its groups, and looks the group o
 that the first one had.
 """
 
-TORCHS_OPTIONS: type = torch._C._distributed_c10d.Backend.Options
-"""Type of torch's ``pg_options``. They describe torch's own backends, and nothing of them applies here."""
-
 
 def create(asked: Any, options: Mapping[str, object] | None) -> ProcessGroup:
     """Return a group for torch: of torch's default group if that is one of dist2's, otherwise a new one.
 
     Args:
         asked: torch's ``DistributedBackendOptions``.
-        options: The ``pg_options`` of the call: a mapping of options for the backend ``socket``. torch's own
-            options objects are ignored.
+        options: The ``pg_options`` of the call: a mapping of options for the backend ``socket``. Of an object
+            of torch nothing applies; what it sets is named in a warning.
     """
     if isinstance(options, TORCHS_OPTIONS):
-        options = None
+        options = from_torch(options, "socket") or None
     default = distributed_c10d._world.default_pg
     if isinstance(default, ProcessGroup) and asked.global_ranks_in_group and options is None:
         made = default.split(list(asked.global_ranks_in_group), timeout=asked.timeout)

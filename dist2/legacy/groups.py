@@ -50,7 +50,7 @@ def new_group(
         ranks: Global ranks; all by default.
         timeout: Limit of the group's operations; by default 30 minutes.
         backend: By default that of the default group, whose links the new group then shares.
-        pg_options: A mapping of options for the backend.
+        pg_options: A mapping of options for the backend, or an options object of torch.
         use_local_synchronization: Only the ranks in the group call; others may, and nobody waits for them.
         group_desc: Free text.
         device_id: Ignored: the default group determines the device of tensors.

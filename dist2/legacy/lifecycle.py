@@ -15,9 +15,10 @@ from dist2.backends.registry import builtin_factory, composite, registered_facto
 from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.group import creation
 from dist2.group.process_group import ProcessGroup
-from dist2.group.torch_tables import TORCHS_OPTIONS, check_no_default_group
+from dist2.group.torch_options import TORCHS_OPTIONS, from_torch
+from dist2.group.torch_tables import check_no_default_group
 from dist2.legacy.checks import limit_or_default
-from dist2.legacy.names import Backend, backends_by_device, default_pg_timeout
+from dist2.legacy.names import OF_DIST2, Backend, backends_by_device, default_pg_timeout
 from dist2.legacy.world import Group, World, group_ranks, is_outside, worlds
 from dist2.rendezvous import Located, call_handler, locate
 from dist2.rendezvous.url import FileEndpoint
@@ -96,7 +97,7 @@ def init_process_group(
         rank: The caller's rank, likewise.
         store: Meet here instead of at a URL; then ``rank`` and ``world_size`` are required.
         group_name: Ignored, as in torch.
-        pg_options: A mapping of options for the backend. torch's options objects are accepted and ignored.
+        pg_options: A mapping of options for the backend, or an options object of torch.
         device_id: Where the group's tensors live by default.
         _ranks: Ignored: names are unique anyway.
         enable_reconfigure: Must be False: `ProcessGroup.reconfigure` returns another group.
@@ -179,10 +180,9 @@ def chosen_backend(backend: str | None, device_id: torch.device | int | None) ->
 def options_of(pg_options: Any | None, backend: str = "") -> Mapping[str, Any]:
     """Return a backend's options.
 
-    Options objects of torch's own backends are accepted and ignored.
-
     Args:
-        pg_options: A mapping; for a backend that is registered with torch, the object that it takes.
+        pg_options: A mapping, or an object of torch: the fields count that the backend has too. For a backend
+            that is registered with torch, the object that it takes.
         backend: Name of the backend.
 
     Raises:
@@ -190,10 +190,11 @@ def options_of(pg_options: Any | None, backend: str = "") -> Mapping[str, Any]:
     """
     if pg_options is None:
         return {}
-    if backend in torch_names() and not isinstance(pg_options, Mapping):
+    ours = backend in OF_DIST2  # torch 2.14 has entered its own backends of these names when they are used
+    if backend in torch_names() and not ours and not isinstance(pg_options, Mapping):
         return {"pg_options": pg_options}
     if isinstance(pg_options, TORCHS_OPTIONS):
-        return {}
+        return from_torch(pg_options, backend)
     if not isinstance(pg_options, Mapping):
         raise ArgumentTypeError(
             f"pg_options must be a mapping of the backend's options, or an options object of torch, "

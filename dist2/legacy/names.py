@@ -26,6 +26,9 @@ default_pg_timeout = timedelta(minutes=30)
 BOTH_DEVICES = ("cpu", "cuda")
 """Devices of a backend that torch does not know: dist2's own take tensors of both."""
 
+OF_DIST2 = frozenset({"socket", "gloo", "nccl", "mpi", "fake"})
+"""Names that stand for backends of dist2, where torch has others of the same name."""
+
 OF_TORCH = {"nccl2": "nccl", "nccl-legacy": "nccl", "nccl-lazy": "nccl"}
 """Names of torch 2.14 for its own backends over NCCL, and the backend of dist2 that they mean here."""
 

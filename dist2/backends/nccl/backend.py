@@ -218,7 +218,8 @@ def create(spec: GroupSpec) -> NcclBackend:
         BackendError: NCCL failed.
     """
     options = NcclOptions.parse(spec.options)
-    device, library = _platform(spec.device) if options.platform is None else options.platform()
+    device, library = _platform(spec.device, options) if options.platform is None else options.platform()
+    library = library.configured(options.config)
     control: SocketBackend = create_socket(
         attrs.evolve(spec, device=torch.device("cpu"), options=dict(options.control))
     )
@@ -226,9 +227,10 @@ def create(spec: GroupSpec) -> NcclBackend:
         return NcclBackend(spec, options, control, device, library)
 
 
-def _platform(device: torch.device) -> tuple[Device, Library]:
+def _platform(device: torch.device, options: NcclOptions) -> tuple[Device, Library]:
     """Return the GPU that a group was given, or the current one, and NCCL."""
     if device.type not in ("cpu", "cuda"):
         raise InvalidUsageError(f"device must be a GPU like 'cuda:0' for backend 'nccl', got {str(device)!r}")
     library = load()
-    return CudaDevice(device if device.type == "cuda" else torch.device("cuda")), library
+    priority = -1 if options.is_high_priority_stream else 0
+    return CudaDevice(device if device.type == "cuda" else torch.device("cuda"), priority), library

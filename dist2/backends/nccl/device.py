@@ -133,11 +133,13 @@ class CudaDevice(Device):
 
     Args:
         device: Which one.
+        priority: Of the streams that are made here: -1 is high.
     """
 
     type = "cuda"
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        self._priority = priority
         index = torch.cuda.current_device() if device.index is None else device.index
         self.torch_device = torch.device("cuda", index)
         self._streams: dict[int, Stream] = {}
@@ -158,7 +160,7 @@ class CudaDevice(Device):
         return stream
 
     def new_stream(self) -> Stream:
-        return torch.cuda.Stream(self.torch_device)
+        return torch.cuda.Stream(self.torch_device, self._priority)
 
     def close_stream(self, stream: Stream) -> None:
         """Nothing to do: torch keeps streams in a pool."""

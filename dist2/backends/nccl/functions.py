@@ -7,7 +7,8 @@ serves where cupy is not installed, in tests.
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_void_p
+from collections.abc import Mapping
+from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from functools import partial
 from typing import Any
 
@@ -43,12 +44,46 @@ class NcclFailure(Exception):  # noqa: N818 - as cupy's NcclError, it becomes a 
         return f"{self.function} returned {self.status}: {self.text}"
 
 
+_UNDEFINED = -(2**31)
+_MAGIC = 0xCAFEBEEF
+
+
+class Config(ctypes.Structure):
+    """NCCL's ``ncclConfig_t`` of version 2.18, with which newer versions work as well.
+
+    NCCL reads as many bytes as `size` says and leaves fields alone that are newer than `version`. What is the
+    padding of that version is named here, as newer ones have a field there.
+    """
+
+    _fields_ = (
+        ("size", c_size_t),
+        ("magic", c_uint),
+        ("version", c_uint),
+        ("blocking", c_int),
+        ("cga_cluster_size", c_int),
+        ("min_ctas", c_int),
+        ("max_ctas", c_int),
+        ("net_name", c_char_p),
+        ("split_share", c_int),
+        ("traffic_class", c_int),
+    )
+
+    @classmethod
+    def of(cls, settings: Mapping[str, int | str]) -> Config:
+        """Return a configuration with some settings; the others are left to NCCL."""
+        made = cls(ctypes.sizeof(cls), _MAGIC, 21800, *[_UNDEFINED] * 4, None, _UNDEFINED, _UNDEFINED)
+        for name, value in settings.items():
+            setattr(made, name, value.encode() if isinstance(value, str) else value)
+        return made
+
+
 _BUFFERS = (c_void_p, c_void_p, c_size_t, c_int)
 """Source, target, count, dtype."""
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ncclGetVersion": (POINTER(c_int),),
     "ncclGetUniqueId": (POINTER(_UniqueId),),
     "ncclCommInitRank": (POINTER(c_void_p), c_int, _UniqueId, c_int),
+    "ncclCommInitRankConfig": (POINTER(c_void_p), c_int, _UniqueId, c_int, POINTER(Config)),
     "ncclCommDestroy": (c_void_p,),
     "ncclCommAbort": (c_void_p,),
     "ncclCommGetAsyncError": (c_void_p, POINTER(c_int)),
@@ -147,9 +182,7 @@ class RawCommunicator:
 
     def __init__(self, functions: Functions, size: int, unique_id: bytes, rank: int) -> None:
         pointer = self.prepare(functions)
-        content = _UniqueId()
-        ctypes.memmove(byref(content), unique_id, UNIQUE_ID_BYTES)
-        functions.call("ncclCommInitRank", byref(pointer), size, content, rank)
+        functions.call("ncclCommInitRank", byref(pointer), size, _content(unique_id), rank)
 
     def prepare(self, functions: Functions) -> c_void_p:
         """Return a place for the handle, known before a call that may block writes the handle there."""
@@ -219,3 +252,28 @@ class RawCommunicator:
     def recv(self, target: int, count: int, dtype: int, peer: int, stream: int) -> None:
         """Call ncclRecv."""
         self.functions.call("ncclRecv", target, count, dtype, peer, self.comm, stream)
+
+
+class ConfiguredCommunicator(RawCommunicator):
+    """A communicator with settings of its own, which cupy cannot give it; those split from it have them too.
+
+    Args:
+        functions: The library.
+        settings: Fields of `Config`, equal on all ranks.
+        size: Number of ranks.
+        unique_id: The communicator's id, equal on all ranks.
+        rank: This process's rank.
+    """
+
+    def __init__(
+        self, functions: Functions, settings: Mapping[str, int | str], size: int, unique_id: bytes, rank: int
+    ) -> None:
+        pointer, config = self.prepare(functions), Config.of(settings)
+        content = _content(unique_id)
+        functions.call("ncclCommInitRankConfig", byref(pointer), size, content, rank, byref(config))
+
+
+def _content(unique_id: bytes) -> _UniqueId:
+    made = _UniqueId()
+    ctypes.memmove(byref(made), unique_id, UNIQUE_ID_BYTES)
+    return made

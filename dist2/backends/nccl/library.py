@@ -9,15 +9,16 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import attrs
 import torch
 
-from dist2.backends.nccl.functions import UNIQUE_ID_BYTES, Functions
+from dist2.backends.nccl.functions import UNIQUE_ID_BYTES, ConfiguredCommunicator, Functions
 from dist2.errors import BackendUnavailableError
 
 SONAMES = ("libnccl.so.2", "librccl.so.1")
@@ -59,6 +60,12 @@ class Library:
         """Return a new unique id: one rank makes it, and all ranks connect with it."""
         made = self.make_unique_id()
         return made if isinstance(made, bytes) else struct.pack(f"{UNIQUE_ID_BYTES}b", *made)
+
+    def configured(self, settings: Mapping[str, int | str]) -> Library:
+        """Return a library whose communicators have settings, which only `ConfiguredCommunicator` takes."""
+        if not settings:
+            return self
+        return attrs.evolve(self, communicator=partial(ConfiguredCommunicator, self.functions, settings))
 
     @contextmanager
     def group(self) -> Iterator[None]:

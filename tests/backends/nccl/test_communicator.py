@@ -73,6 +73,27 @@ def test_ranks_meet_and_reduce(pair: list[Communicator]) -> None:
     assert each_rank(pair, total) == [3.0, 3.0]
 
 
+def test_settings_reach_nccl(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert library.configured({}) is library
+    seen: list[tuple[int, bytes]] = []
+    real = library.functions.call
+
+    def call(name: str, *arguments: Any) -> None:
+        if name == "ncclCommInitRankConfig":
+            config = arguments[-1]._obj
+            seen.append((config.min_ctas, config.net_name))
+        real(name, *arguments)
+
+    monkeypatch.setattr(library.functions, "call", call)
+    made = connected(library.configured({"min_ctas": 2, "net_name": "Socket"}), 2)
+    assert seen == [(2, b"Socket")] * 2
+    assert each_rank(made, total) == [3.0, 3.0]
+    parts = each_rank(made, lambda rank, each: each.split(0, rank))
+    assert each_rank(parts, total) == [3.0, 3.0]
+    for each in (*parts, *made):
+        each.abort()
+
+
 def test_a_factor_of_its_own(pair: list[Communicator]) -> None:
     half = bytes(torch.tensor([0.5]).view(torch.uint8).tolist())
     codes = [each.premul_sum(half, FLOAT) for each in pair]

@@ -20,6 +20,7 @@ from dist2 import (
 )
 from dist2.backends.nccl import library
 from dist2.backends.nccl.arithmetic import arithmetic_of, moved
+from dist2.backends.nccl.functions import Config
 from dist2.backends.nccl.options import NcclOptions
 from dist2.backends.registry import composite, single_name
 from dist2.operation.kinds import Reduction, premul_sum
@@ -92,6 +93,23 @@ def test_options_are_known_by_name() -> None:
         NcclOptions.parse({"chunks": 1})
     with pytest.raises(InvalidUsageError, match="blocking must be a bool, got 1"):
         NcclOptions.parse({"blocking": 1})
+
+
+def test_settings_of_communicators() -> None:
+    options = NcclOptions.parse({"min_ctas": 2, "net_name": "Socket", "is_high_priority_stream": True})
+    assert options.config == {"min_ctas": 2, "net_name": "Socket"}
+    assert NcclOptions().config == {}
+    for name, value in {"min_ctas": -1, "max_ctas": "4", "split_share": True, "net_name": ""}.items():
+        with pytest.raises(InvalidUsageError, match=f"{name} must be .*got {value!r}"):
+            NcclOptions.parse({name: value})
+
+
+def test_a_configuration_as_nccl_reads_it() -> None:
+    made = Config.of({"max_ctas": 8, "net_name": "IB"})
+    assert (made.size, made.magic, made.version) == (48, 0xCAFEBEEF, 21800)
+    assert (made.max_ctas, made.net_name) == (8, b"IB")
+    undefined = {made.blocking, made.cga_cluster_size, made.min_ctas, made.split_share, made.traffic_class}
+    assert undefined == {-(2**31)}
 
 
 def test_names_of_several_devices() -> None:
