@@ -17,6 +17,7 @@ import torch
 from support.time_limits import in_time
 from torch.distributed import HashStore, ReduceOp
 
+import dist2
 from dist2.backends.base import GroupSpec
 from dist2.backends.carriers import CARRIERS, Landing, as_bytes, carrier_of
 from dist2.backends.gloo import GlooBackend, create
@@ -456,3 +457,22 @@ def test_a_closed_mailbox_frees_its_reader() -> None:
     threading.Timer(0.05, mailbox.close).start()
     with pytest.raises(GroupAbortedError):
         letter.wait(timedelta(seconds=20))
+
+
+def alone_over_gloo(**options: Any) -> list[float]:
+    with dist2.new_group("gloo", 20, store=HashStore(), rank=0, world_size=1, **options) as pg:
+        pg.all_reduce(tensor := torch.ones(2))
+        return tensor.tolist()
+
+
+@pytest.mark.parametrize("named", ["lo", "lo,lo"])
+def test_interfaces_are_those_that_torchs_variable_names(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DIST2_HOST", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", named)
+    assert alone_over_gloo() == [1, 1]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", f"{named},nosuch0")
+    with pytest.raises(BackendError, match="nosuch0"):
+        alone_over_gloo()
+    assert alone_over_gloo(interface="lo") == alone_over_gloo(hostname="127.0.0.1") == [1, 1]
+    monkeypatch.setenv("DIST2_HOST", "127.0.0.1")
+    assert alone_over_gloo() == [1, 1]

@@ -24,7 +24,7 @@ from dist2.backends.gloo.core import error_of
 from dist2.backends.gloo.messages import Messages
 from dist2.backends.socket.agreed import AGREED_OPTIONS, agreed, library_spec
 from dist2.errors import BackendUnavailableError, Dist2Error, UnknownOptionError
-from dist2.runtime.config import Config
+from dist2.runtime.config import Config, environment_value
 
 OPTIONS = ("hostname", "interface")
 
@@ -41,7 +41,8 @@ class GlooBackend(Collectives, Messages):
 def create(spec: GroupSpec) -> Backend:
     """Return a group of torch's Gloo backend, connected.
 
-    Options: ``hostname`` or ``interface`` that Gloo binds; by default `Config.host`, else torch's choice.
+    Options: ``hostname`` or ``interface`` that Gloo binds; by default `Config.host`, else the interfaces that
+    ``GLOO_SOCKET_IFNAME`` names, else torch's choice.
     ``control=False`` makes no control group; other options are those of the control group.
 
     Raises:
@@ -83,7 +84,7 @@ def _connected(spec: GroupSpec) -> GlooBackend:
 def _connect(spec: GroupSpec) -> Any:
     gloo: Any = c10d.ProcessGroupGloo
     options = gloo._Options()
-    options._devices = [_device(gloo, spec)]
+    options._devices = _devices(gloo, spec)
     options._timeout = timedelta(seconds=spec.timeout_s)
     options._threads = 1  # a group runs one collective at a time, so a second thread would have nothing to do
     options.group_name = spec.info.name
@@ -91,11 +92,13 @@ def _connect(spec: GroupSpec) -> Any:
     return gloo(spec.store, spec.info.rank, spec.info.world_size, options)
 
 
-def _device(gloo: Any, spec: GroupSpec) -> object:
+def _devices(gloo: Any, spec: GroupSpec) -> list[object]:
     interface = spec.options.get("interface")
     hostname = spec.options.get("hostname") or Config.from_environment().host
-    if interface is not None:
-        return gloo.create_device(interface=str(interface))
+    if interface is None and hostname is None:
+        interface = environment_value("GLOO_SOCKET_IFNAME")  # torch's variable: names with commas between
+    if interface:
+        return [gloo.create_device(interface=each) for each in str(interface).split(",")]
     if hostname is not None:
-        return gloo.create_device(hostname=str(hostname))
-    return gloo.create_default_device()
+        return [gloo.create_device(hostname=str(hostname))]
+    return [gloo.create_default_device()]
