@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch.distributed import Store as TorchStore
 
@@ -40,7 +40,8 @@ class Store(TorchStore):
     may be used from several threads. It releases its resources (connections, threads, files) with `close`,
     or with its last reference, C++'s included.
 
-    A kind of store overrides the methods with a leading underscore, which get keys and values as bytes.
+    A kind of store overrides the methods with a leading underscore, which get keys and values as bytes; or
+    the public methods `set`, `get`, `add`, `check`, `wait` and others, as subclasses of torch's ``Store`` do.
 
     Args:
         timeout: How long calls may block: a `timedelta` or seconds; zero means no limit.
@@ -435,40 +436,57 @@ class Store(TorchStore):
         """
         return self.num_keys()
 
-    # Required of every kind of store
+    # Required of every kind of store; by default they call public methods that a subclass overrides
 
     def _release(self) -> None:
         """Release the resources. Called once, on any thread, perhaps on a half constructed store."""
 
     def _set(self, key: bytes, value: bytes) -> None:
-        raise NotImplementedError
+        self._public("set")(as_name(key), value)
 
     def _get(self, key: bytes, deadline: Deadline) -> bytes:
-        raise NotImplementedError
+        return bytes(self._public("get")(as_name(key)))
 
     def _add(self, key: bytes, amount: int) -> int:
-        raise NotImplementedError
+        return int(self._public("add")(as_name(key), amount))
 
     def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        raise NotImplementedError
+        return bytes(self._public("compare_set")(as_name(key), expected, desired))
 
     def _append(self, key: bytes, value: bytes) -> None:
-        raise NotImplementedError
+        if self._overrides("append"):
+            self.append(as_name(key), value)
+        else:  # as torch's C++ does
+            self._set(key, (self._get(key, self._deadline()) if self._check((key,)) else b"") + value)
 
     def _delete(self, key: bytes) -> bool:
-        raise NotImplementedError
+        return bool(self._public("delete_key")(as_name(key)))
 
     def _num_keys(self) -> int:
-        raise NotImplementedError
+        return int(self._public("num_keys")())
 
     def _list_keys(self) -> Sequence[bytes]:
-        raise NotImplementedError
+        return [as_key(key) for key in self._public("list_keys")()]
 
     def _check(self, keys: tuple[bytes, ...]) -> bool:
-        raise NotImplementedError
+        return bool(self._public("check")([as_name(key) for key in keys]))
 
     def _wait(self, keys: tuple[bytes, ...], deadline: Deadline) -> None:
-        raise NotImplementedError
+        self._public("wait")([as_name(key) for key in keys], limit_of(deadline))
+
+    def _public(self, name: str) -> Callable[..., Any]:
+        """Return the public method that a subclass overrides, as subclasses of torch's ``Store`` do.
+
+        Raises:
+            NotImplementedError: It overrides neither that nor the method with an underscore.
+        """
+        if not self._overrides(name):
+            raise NotImplementedError(f"{type(self).__name__} has no method {name}")
+        method: Callable[..., Any] = getattr(self, name)
+        return method
+
+    def _overrides(self, name: str) -> bool:
+        return getattr(type(self), name) is not getattr(Store, name)
 
     # Optional: better versions of the defaults
 
