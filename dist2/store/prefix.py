@@ -24,7 +24,7 @@ class PrefixStore(Store):
     """Another store, seen through keys that begin with ``prefix/``.
 
     It has the timeout of the store below, and setting it sets that one's too, as in torch. `num_keys` counts
-    all keys of the store below.
+    all keys of the store below. Over a `TCPStore` it has that one's ``host`` and ``port``.
 
     Args:
         prefix: First part of the keys.
@@ -48,6 +48,12 @@ class PrefixStore(Store):
         # torch's stub file lacks some methods of its stores (timeout, append, multi_set, clone, …).
         self._below = cast("Any", store)
         super().__init__(self._below.timeout)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the address of the server below, if there is one."""
+        if name in ("host", "port"):
+            return getattr(without_prefixes(self), name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def underlying_store(self) -> TorchStore:

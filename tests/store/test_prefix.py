@@ -44,6 +44,13 @@ def test_prefixes_are_apart() -> None:
     assert b.num_keys() == 1, "it counts the store below, as torch's"
 
 
+def test_the_address_is_that_of_the_server_below() -> None:
+    served = dist2.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    inner = dist2.PrefixStore("b", dist2.PrefixStore("a", served))
+    assert (inner.host, inner.port) == ("127.0.0.1", served.port)
+    assert not hasattr(dist2.PrefixStore("a", dist2.HashStore()), "host")
+
+
 def test_no_store() -> None:
     with pytest.raises(ValueError, match="store argument cannot be None"):
         dist2.PrefixStore("p", None)
