@@ -39,7 +39,8 @@ def process_group(pg: ProcessGroup) -> Iterator[ProcessGroup]:
         pg: The group; it stays open when the block ends.
 
     Raises:
-        InvalidUsageError: ``pg`` is not a process group: `split` returns None on ranks that are left out.
+        InvalidUsageError: ``pg`` is not a process group of dist2's: `split` returns None on ranks that are
+            left out.
         GroupAbortedError: ``pg`` is closed; where something else broke it before, that error. A group that
             is broken and not closed is entered: `shrink` and `agree` work on it.
 
@@ -48,6 +49,12 @@ def process_group(pg: ProcessGroup) -> Iterator[ProcessGroup]:
         ...     dist2.current_process_group().barrier()
     """
     check_open_group(pg, "the current group")
+    if not isinstance(pg, ProcessGroup):
+        raise InvalidUsageError(
+            f"pg must be a group of dist2's, got {type(pg).__module__}.{type(pg).__qualname__}: make it with "
+            f"dist2.new_group; for a backend of another package, register its factory with "
+            f"dist2.register_backend"
+        )
     _entered.set((*_entered.get(), pg))
     try:
         yield pg

@@ -104,7 +104,15 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
         spec: Its members, and the store in which they meet.
         backend: Moves its tensors.
         open_group: Makes the groups that it is merged into.
+
+        Raises:
+            InvalidUsageError: The arguments are those of torch's class; or the name is taken.
         """
+        if not isinstance(spec, GroupSpec):
+            raise InvalidUsageError(
+                f"spec must be a GroupSpec, got {type(spec).__name__}: to make a group in a store, call "
+                f"dist2.new_group(backend, store=store, rank=rank, world_size=size)"
+            )
         TorchProcessGroup.__init__(self, spec.info.rank, spec.info.world_size)  # type: ignore[call-arg]  # stubs lack it
         self.spec = spec
         self.backend = backend

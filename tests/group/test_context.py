@@ -102,6 +102,13 @@ def test_what_is_no_group_is_not_entered(nothing: Any, enter: Enter) -> None:
     assert not torch.distributed.is_initialized()
 
 
+def test_a_group_of_torchs_own_is_not_entered() -> None:
+    pg = torch.distributed.ProcessGroup(torch.distributed.HashStore(), 0, 1)
+    with pytest.raises(InvalidUsageError, match=r"pg must be a group of dist2's, .* dist2\.register_backend"):
+        process_group(pg).__enter__()
+    assert current_process_group() is None
+
+
 @pytest.mark.parametrize(
     ("enter", "part"), [(process_group, "the current group"), (default_group, "torch's default group")]
 )

@@ -213,3 +213,8 @@ def test_a_first_request_that_no_rank_wrote_is_refused() -> None:
     joined = join_group(store, 0, 2, SHORT_S, {})
     with pytest.raises(WireError, match="no request of a rank"), joined as watch:
         agree(watch, SHORT_S)
+
+
+def test_the_class_called_as_torchs_names_the_function() -> None:
+    with pytest.raises(InvalidUsageError, match=r"call dist2\.new_group\(backend, store=store"):
+        dist2.ProcessGroup(HashStore(), 0, 1)
