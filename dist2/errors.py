@@ -6,43 +6,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Self, TypedDict, Unpack
 
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 from torch.distributed import QueueEmptyError as TorchQueueEmptyError
-
-
-def rank_names(ranks: Iterable[int]) -> str:
-    """Return ranks for a message: ``rank 3``, ``ranks 0, 2``, ``ranks 0-6, 9``."""
-    spans: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    shown: list[str] = []
-    for first, last in spans:
-        shown += [f"{first}-{last}"] if last > first + 1 else [str(rank) for rank in range(first, last + 1)]
-    return ("rank " if len(shown) == 1 and spans[0][0] == spans[0][1] else "ranks ") + ", ".join(shown)
-
-
-def ranks_ended(ends: Mapping[int, str]) -> str:
-    """Return how ranks ended, for a message: ``ranks 0, 2 died``, ``rank 1 (...) exited with code 3``.
-
-    Args:
-        ends: How each ended, in words that follow its name.
-    """
-    alike: dict[str, list[int]] = {}
-    for rank, words in ends.items():
-        alike.setdefault(words, []).append(rank)
-    if len(alike) > _MOST_ENDS:
-        return f"{rank_names(ends)} died"
-    return "; ".join(f"{rank_names(ranks)} {words}" for words, ranks in alike.items())
-
-
-_MOST_ENDS = 4
-"""How many ends a message tells one by one."""
 
 
 class Where(TypedDict, total=False):
@@ -52,6 +20,7 @@ class Where(TypedDict, total=False):
     op: str | None
     seq: int | None
     rank: int | None
+    members: Sequence[int]
 
 
 class Dist2Error(RuntimeError):
@@ -62,6 +31,9 @@ class Dist2Error(RuntimeError):
         op: Modern name of the operation (``"all_reduce"``), where one was running.
         seq: Sequence number of that operation in its group.
         rank: Group rank of the caller.
+        members: The job's rank of each group rank: translates every field that has group ranks. Empty where
+            no group was involved.
+        global_rank: The caller's rank in the job.
         group_usable: Whether later operations on the group can still succeed.
 
     Examples:
@@ -82,19 +54,38 @@ class Dist2Error(RuntimeError):
         op: str | None = None,
         seq: int | None = None,
         rank: int | None = None,
+        members: Sequence[int] = (),
     ) -> None:
         super().__init__(message)
         self.group = group
         self.op = op
         self.seq = seq
         self.rank = rank
+        self.members = tuple(members)
 
-    def locate(self, group: str, op: str, seq: int | None = None, rank: int | None = None) -> None:
+    @property
+    def global_rank(self) -> int | None:
+        """The caller's rank in the job."""
+        return None if self.rank is None else self._of_job([self.rank])[0]
+
+    def _of_job(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Return the job's ranks of some group ranks."""
+        return tuple([self.members[rank] if 0 <= rank < len(self.members) else rank for rank in ranks])
+
+    def locate(
+        self,
+        group: str,
+        op: str,
+        seq: int | None = None,
+        rank: int | None = None,
+        members: Sequence[int] = (),
+    ) -> None:
         """Fill in the fields that are not set yet."""
         self.group = self.group or group
         self.op = self.op or op
         self.seq = seq if self.seq is None else self.seq
         self.rank = rank if self.rank is None else self.rank
+        self.members = self.members or tuple(members)
 
     def prefix(self, where: str) -> None:
         """Put ``where: `` before the message."""
@@ -187,6 +178,7 @@ class OperationTimeoutError(Dist2Error, DistBackendError, TimeoutError):
 
     Attributes:
         missing: Group ranks that had not arrived.
+        global_missing: The same as ranks of the job.
         timeout_s: The limit that passed, in seconds.
         elapsed_s: Time since the operation began, in seconds.
         last_seen: The last operation known of each missing rank, in words.
@@ -216,18 +208,24 @@ class OperationTimeoutError(Dist2Error, DistBackendError, TimeoutError):
         self.elapsed_s = elapsed_s
         self.last_seen = last_seen or {}
 
+    @property
+    def global_missing(self) -> tuple[int, ...]:
+        """The ranks of the job that had not arrived."""
+        return self._of_job(self.missing)
+
 
 class PeerLostError(Dist2Error, DistBackendError, ConnectionError):
     """A rank died or left; every survivor's pending and next operation raises this.
 
     Attributes:
         ranks: Group ranks known to be lost.
+        global_ranks: The same as ranks of the job.
 
     Examples:
         >>> try:
         ...     pg.all_reduce(torch.ones(2))
         ... except dist2.PeerLostError as error:
-        ...     print("lost", error.ranks)
+        ...     print("lost", error.global_ranks)
         ...     pg = pg.shrink()
     """
 
@@ -240,6 +238,11 @@ class PeerLostError(Dist2Error, DistBackendError, ConnectionError):
     ) -> None:
         super().__init__(message, **where)
         self.ranks = tuple(ranks)
+
+    @property
+    def global_ranks(self) -> tuple[int, ...]:
+        """The ranks of the job known to be lost."""
+        return self._of_job(self.ranks)
 
 
 class ResourceError(Dist2Error, OSError):
@@ -268,6 +271,7 @@ class GroupRevokedError(Dist2Error, DistBackendError):
 
     Attributes:
         by: Group rank of the member that revoked it, or that reported the revocation.
+        global_by: The same as a rank of the job.
 
     Examples:
         >>> pg.revoke()
@@ -287,6 +291,11 @@ class GroupRevokedError(Dist2Error, DistBackendError):
     ) -> None:
         super().__init__(message, **where)
         self.by = by
+
+    @property
+    def global_by(self) -> int:
+        """The rank of the job that revoked the group."""
+        return self._of_job([self.by])[0]
 
 
 class GroupAbortedError(Dist2Error, DistBackendError):

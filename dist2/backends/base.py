@@ -49,6 +49,7 @@ from dist2.errors import GroupRevokedError, InvalidUsageError
 from dist2.operation.execution import Execute, Helped, Job, StreamOrdered, Tensors
 from dist2.operation.signature import GroupInfo, Operation, Signature
 from dist2.rendezvous.liveness import FailureWatch
+from dist2.runtime.rank_names import RankNames
 from dist2.store import PrefixStore
 
 __all__ = ["Backend", "Execute", "GroupSpec", "Helped", "Job", "StreamOrdered", "Tensors"]  # for backends
@@ -90,7 +91,8 @@ class GroupSpec:
     def building(self) -> Iterator[GroupSpec]:
         """Yield the spec to build a backend from; if the block raises, the other ranks are notified."""
         info = self.info
-        with FailureWatch("building", self.store, info.rank, info.world_size, info.name) as store:
+        place = info.rank, info.world_size, info.name
+        with FailureWatch("building", self.store, *place, names=info.names) as store:
             yield self.at(store, info, self.timeout_s)
 
     def at(self, store: Store, info: GroupInfo, timeout_s: float) -> GroupSpec:
@@ -368,10 +370,15 @@ class Backend(ABC):
         once no thread is inside.
         """
 
+    @property
+    def names(self) -> RankNames:
+        """The names of the members in texts."""
+        return self.spec.info.names
+
     def lost(self) -> Mapping[int, str]:
         """Return the group ranks that are known to have died; none by default.
 
-        Each has how it ended, in words that follow its name: ``(process 12 on host a) exited with code 3``.
+        Each has how it ended, in words that follow its name: ``exited with code 3``.
         """
         return {}
 

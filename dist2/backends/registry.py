@@ -162,7 +162,8 @@ def build(spec: GroupSpec) -> Backend | TorchProcessGroup:
         try:
             return builtin_factory(spec.info.backend)(spec)
         except Dist2Error as error:
-            error.locate(spec.info.name, "new_group", rank=spec.info.rank)
+            info = spec.info
+            error.locate(info.name, "new_group", rank=info.rank, members=info.global_ranks)
             raise
     adopted: Backend | TorchProcessGroup = _torch_bridge().adopt(spec, partial(_call, registered))
     return adopted

@@ -18,6 +18,7 @@ from dist2.group.collectives import Collectives
 from dist2.group.point_to_point import PointToPoint
 from dist2.group.serialization import decode, encode, refusal
 from dist2.operation.runner import Timeout
+from dist2.operation.signature import GroupInfo
 from dist2.runtime.arguments import check_rank
 
 Tensor = torch.Tensor
@@ -55,7 +56,7 @@ class ObjectCollectives(Collectives, PointToPoint):
         self.all_gather_v(buffers, mine, timeout=timeout)
         if refused is not None:
             raise refused
-        return [_decoded(each, rank, allow_pickle) for rank, each in enumerate(buffers)]
+        return [self._decoded(each, rank, allow_pickle) for rank, each in enumerate(buffers)]
 
     def gather_object(
         self, obj: object, root: int = 0, *, allow_pickle: bool = False, timeout: Timeout = None
@@ -87,7 +88,7 @@ class ObjectCollectives(Collectives, PointToPoint):
         if buffers is None:
             return None
         cut = (buffer[:size] for buffer, size in zip(buffers, sizes, strict=True))
-        return [_decoded(each, rank, allow_pickle) for rank, each in enumerate(cut)]
+        return [self._decoded(each, rank, allow_pickle) for rank, each in enumerate(cut)]
 
     def broadcast_object(
         self, obj: object = None, root: int = 0, *, allow_pickle: bool = False, timeout: Timeout = None
@@ -115,7 +116,7 @@ class ObjectCollectives(Collectives, PointToPoint):
         self.broadcast(content, root, timeout=timeout)
         if refused is not None:
             raise refused
-        return obj if at_root else _decoded(content, root, allow_pickle)
+        return obj if at_root else self._decoded(content, root, allow_pickle)
 
     def scatter_object(
         self,
@@ -154,7 +155,7 @@ class ObjectCollectives(Collectives, PointToPoint):
         for _, refused in encoded:
             if refused is not None:
                 raise refused
-        return given[root] if at_root else _decoded(buffer[:size], root, allow_pickle)
+        return given[root] if at_root else self._decoded(buffer[:size], root, allow_pickle)
 
     def send_object(
         self, obj: object, dst: int, tag: int = 0, *, allow_pickle: bool = False, timeout: Timeout = None
@@ -208,15 +209,20 @@ class ObjectCollectives(Collectives, PointToPoint):
         """
         size = torch.empty(1, dtype=torch.int64)
         source = self.recv(size, src, tag, timeout=timeout).source_rank()
-        content = _buffer(_checked(int(size), source))
+        content = _buffer(_checked(int(size), source, self.info))
         self.recv(content, source, tag, timeout=timeout)
-        return _decoded(content, source, allow_pickle), source
+        return self._decoded(content, source, allow_pickle), source
+
+    def _decoded(self, content: Tensor, source: int, allow_pickle: bool) -> Any:
+        # Straight from memory: torch needs numpy for anything else, and dist2 does not depend on it.
+        data = ctypes.string_at(content.data_ptr(), content.numel()) if content.numel() else b""
+        return decode(data, allow_pickle=allow_pickle, source=source, names=self.info.names)
 
     def _all_sizes(self, mine: Tensor, timeout: Timeout) -> list[int]:
         """Return the size that every rank brings."""
         sizes = torch.empty(self.info.world_size, dtype=torch.int64)
         self.all_gather_single(sizes, torch.tensor([mine.numel()]), timeout=timeout)
-        return [_checked(size, rank) for rank, size in enumerate(sizes.tolist())]
+        return [_checked(size, rank, self.info) for rank, size in enumerate(sizes.tolist())]
 
     def _one_a_rank(self, objects: Sequence[object] | None) -> Sequence[object]:
         if not isinstance(objects, (list, tuple)) or len(objects) != self.info.world_size:
@@ -238,12 +244,6 @@ def _encoded(obj: object, allow_pickle: bool) -> tuple[Tensor, InvalidUsageError
         return _tensor_of(refusal(error)), error
 
 
-def _decoded(content: Tensor, source: int, allow_pickle: bool) -> Any:
-    # Straight from memory: torch needs numpy for anything else, and dist2 does not depend on it.
-    data = ctypes.string_at(content.data_ptr(), content.numel()) if content.numel() else b""
-    return decode(data, allow_pickle=allow_pickle, source=source)
-
-
 def _tensor_of(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
@@ -252,9 +252,9 @@ def _buffer(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8)
 
 
-def _checked(size: int, source: int) -> int:
+def _checked(size: int, source: int, group: GroupInfo) -> int:
     if size <= 0:  # an encoded object has a byte at least
-        raise WireError(f"rank {source} announces an object of {size} bytes")
+        raise WireError(f"{group.names([source])} announces an object of {size} bytes")
     return size
 
 

@@ -61,7 +61,9 @@ class Planning(GroupParts):
         mine = self.info.rank
         kept = split_rows(input.detach(), sent, world_size)[mine]
         back = split_rows(output.detach(), received, world_size)[mine]
-        check.check_same_numel(kept, f"input's block for rank {mine}", [back], "output's own block")
+        check.check_same_numel(
+            kept, f"input's block for {self.info.names([mine])}", [back], "output's own block"
+        )
         return self._plan(
             OpKind.ALL_TO_ALL_SINGLE, splits, (input,), (output,), input_splits=sent, output_splits=received
         )
@@ -109,8 +111,9 @@ class Planning(GroupParts):
         if self.info.rank == root:
             return True
         if len(tensors):
+            names = self.info.names
             raise InvalidUsageError(
-                f"{argument} must be None or empty on ranks other than the root {root}, "
-                f"got {len(tensors)} tensors on rank {self.info.rank}"
+                f"{argument} must be None or empty on ranks other than the root {names.argument(root)}, "
+                f"got {len(tensors)} tensors on {names([self.info.rank])}"
             )
         return False

@@ -27,7 +27,6 @@ from dist2.errors import (
     GroupRevokedError,
     InvalidUsageError,
     PeerLostError,
-    ranks_ended,
 )
 from dist2.group import open_groups
 from dist2.group.collectives import Collectives
@@ -386,20 +385,23 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
             wait_all_ranks,
             self._check_all_live,
             self.backend.last_seen,
+            self.backend.names,
         )
 
     def _check_all_live(self) -> None:
         """Raise if the group was closed here, or ranks are known to have died or left it."""
         self._runner.check_open()
-        lost = self.backend.lost()
+        lost, names = self.backend.lost(), self.backend.names
         gone = lost or self.backend.departed()
+        told = names.ended(gone) if lost else names.departed(gone)
         if gone:
             error = PeerLostError(
-                f"monitored_barrier of group {self.info.name!r}: {ranks_ended(gone)}",
+                f"monitored_barrier of group {self.info.name!r}: {told}",
                 ranks=tuple(gone),
                 group=self.info.name,
                 op="monitored_barrier",
                 rank=self.info.rank,
+                members=self.info.global_ranks,
             )
             if lost:
                 self._runner.fault = self._runner.fault or error

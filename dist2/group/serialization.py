@@ -34,6 +34,7 @@ import msgpack
 import torch
 
 from dist2.errors import InvalidUsageError, WireError
+from dist2.runtime.rank_names import RANKS, RankNames
 
 PLAIN, PICKLED, REFUSED = 0, 1, 2
 MAX_DEPTH = 32
@@ -91,20 +92,23 @@ def refusal(error: Exception) -> bytes:
     return bytes([REFUSED]) + str(error).encode()
 
 
-def decode(data: bytes, *, allow_pickle: bool = False, source: int | None = None) -> Any:
+def decode(
+    data: bytes, *, allow_pickle: bool = False, source: int | None = None, names: RankNames = RANKS
+) -> Any:
     """Return the object that was encoded.
 
     Args:
         data: A result of `encode`, on any rank.
         allow_pickle: Unpickle pickled objects: this executes code that the sender chose.
         source: Rank that sent it, for errors.
+        names: Names it.
 
     Raises:
         InvalidUsageError: It is pickled and ``allow_pickle`` is False, its sender could not encode it, or it
             needs numpy, which is not installed here.
         WireError: The bytes are malformed.
     """
-    whose = "the object" if source is None else f"the object of rank {source}"
+    whose = "the object" if source is None else f"the object of {names([source])}"
     kind, content = data[:1], data[1:]
     if kind == bytes([REFUSED]):
         raise InvalidUsageError(f"{whose} was not sent: {content.decode(errors='replace')}")

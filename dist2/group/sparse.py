@@ -59,8 +59,9 @@ def _counts(pg: Any, mine: torch.Tensor, timeout: Timeout) -> list[int]:
     for rank, (sparse_dim, *theirs) in enumerate(rest):
         if rest[rank] != rest[0]:
             raise InvalidUsageError(
-                f"sparse tensors must have the same shape on all ranks: rank {rank} has {tuple(theirs)} with "
-                f"{sparse_dim} sparse dimensions, rank 0 has {tuple(rest[0][1:])} with {rest[0][0]}"
+                f"sparse tensors must have the same shape on all ranks: {pg.info.names([rank])} has "
+                f"{tuple(theirs)} with {sparse_dim} sparse dimensions, {pg.info.names([0])} has "
+                f"{tuple(rest[0][1:])} with {rest[0][0]}"
             )
     return counts
 

@@ -115,7 +115,8 @@ class FaultTolerance(Subgroups):
         else:
             leaving = check_ranks(exclude, "exclude", self.info.world_size)
             if self.info.rank in leaving:
-                raise InvalidUsageError(f"exclude names the calling rank {self.info.rank}: {list(leaving)}")
+                me = self.info.names([self.info.rank])
+                raise InvalidUsageError(f"exclude names the calling {me}: {list(leaving)}")
             ranks = members.without(self.info.world_size, leaving)
             made = self._subgroup(ranks, "shrink", timeout, name, desc)
         assert made is not None  # the caller stays
@@ -131,7 +132,7 @@ class FaultTolerance(Subgroups):
             try:
                 return self.backend.agree(flags, deadline_ns, op == "shrink")
             except Dist2Error as error:
-                error.locate(self.info.name, op, rank=self.info.rank)
+                error.locate(self.info.name, op, rank=self.info.rank, members=self.info.global_ranks)
                 if isinstance(error, (OperationTimeoutError, MismatchError)):
                     error.prefix(f"{op} in group {self.info.name!r}")
                 if isinstance(error, OperationTimeoutError):

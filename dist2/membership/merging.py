@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 import attrs
 from torch.distributed import Store
 
-from dist2.errors import InvalidUsageError, OperationTimeoutError, WireError, rank_names
-from dist2.membership.monitored_barrier import seen_at
+from dist2.errors import InvalidUsageError, OperationTimeoutError, WireError
 from dist2.operation.signature import GroupInfo
 from dist2.runtime.arguments import as_int
 from dist2.runtime.deadline import Deadline
+from dist2.runtime.rank_names import RANKS, RankNames
 from dist2.store.waiting import Look, arrive
 
 _MADE_FROM_IT = re.compile(r"(/\w+\([\d,]*\)#\d+)+$")
@@ -60,6 +60,7 @@ def meet(
     desc: str | None,
     look: Look = lambda: None,
     last_seen: Callable[[list[int]], dict[int, str]] = lambda ranks: {},
+    names: RankNames = RANKS,
 ) -> GroupInfo:
     """Return the identity of the merged group, once all its members have registered in the store.
 
@@ -77,6 +78,7 @@ def meet(
         desc: Free text.
         look: Called many times a second meanwhile; it raises to end the wait.
         last_seen: Returns the last known operations of missing ranks of the caller's group.
+        names: Names the members of the caller's group in texts.
 
     Raises:
         InvalidUsageError: ``size`` is less than the caller's group, more ranks registered, or the store has
@@ -101,12 +103,12 @@ def meet(
         store.set("merge/complete", "yes")
     keys = [_key(nth) for nth in range(size)]
     if not arrive(store, ["merge/complete"], Deadline.after(timeout_s), look):
-        raise _too_few(info, store, keys, timeout_s, last_seen)
+        raise _too_few(info, store, keys, timeout_s, last_seen, names)
     comers = in_order([_read(key, value) for key, value in zip(keys, store.multi_get(keys), strict=True)])
     seats = [(comer.uid, comer.rank) for comer in comers]
     twice = next((comer for comer in comers if seats.count((comer.uid, comer.rank)) > 1), None)
     if twice is not None:
-        raise InvalidUsageError(f"rank {twice.rank} of group {twice.uid!r} registered twice: {_ONE_EACH}")
+        raise InvalidUsageError(f"group {twice.uid!r}: {_named(info, [twice])} registered twice: {_ONE_EACH}")
     global_ranks = tuple(comer.global_rank for comer in comers)
     uid = f"merge({'+'.join(dict.fromkeys(comer.uid for comer in comers))})#{comers[0].token}"
     return attrs.evolve(
@@ -140,6 +142,7 @@ def _too_few(
     keys: list[str],
     timeout_s: float,
     last_seen: Callable[[list[int]], dict[int, str]],
+    names: RankNames,
 ) -> OperationTimeoutError:
     """Return the error that names the ranks that registered, and the missing ones of the caller's group."""
     came = [_read(key, store.get(key)) for key in keys if store.check([key])]
@@ -148,8 +151,8 @@ def _too_few(
     seen = last_seen(missing)
     return OperationTimeoutError(
         f"merge_remote_group of group {info.name!r}: {len(came)} of {len(keys)} ranks arrived within "
-        f"{timeout_s:.3g} s: global {rank_names(comer.global_rank for comer in came)}"
-        + (f"; of this group {rank_names(missing)} did not{seen_at(seen)}" if missing else "")
+        f"{timeout_s:.3g} s: {_named(info, came)}"
+        + (f"; of this group {names(missing)} did not{names.last_seen(seen)}" if missing else "")
         + f"; to try again: {_ONE_EACH}",
         missing=missing,
         last_seen=seen,
@@ -157,7 +160,18 @@ def _too_few(
         group=info.name,
         op="merge_remote_group",
         rank=info.rank,
+        members=info.global_ranks,
     )
+
+
+def _named(info: GroupInfo, comers: Sequence[Comer]) -> str:
+    """Return ranks of several groups for a message."""
+    named = []
+    for uid in dict.fromkeys(comer.uid for comer in comers):
+        ranks = {comer.rank: comer.global_rank for comer in comers if comer.uid == uid}
+        name = info.name if uid == info.uid else uid
+        named.append(RankNames(name, [ranks.get(each, each) for each in range(1 + max(ranks))])(ranks))
+    return ", ".join(named)
 
 
 def _read(key: str, value: bytes) -> Comer:

@@ -11,9 +11,10 @@ from collections.abc import Callable
 
 from torch.distributed import Store
 
-from dist2.errors import OperationTimeoutError, rank_names
+from dist2.errors import OperationTimeoutError
 from dist2.operation.signature import GroupInfo
 from dist2.runtime.deadline import Deadline
+from dist2.runtime.rank_names import RANKS, RankNames
 from dist2.store.waiting import Look, absent, arrive
 
 _GRACE = 1.1
@@ -27,6 +28,7 @@ def monitored_barrier(
     wait_all_ranks: bool,
     look: Look = lambda: None,
     last_seen: Callable[[list[int]], dict[int, str]] = lambda ranks: {},
+    names: RankNames = RANKS,
 ) -> None:
     """Return when all ranks of a group have called for the ``nth`` time.
 
@@ -40,6 +42,7 @@ def monitored_barrier(
         wait_all_ranks: Name all missing ranks instead of the first.
         look: Called many times a second meanwhile; it raises to end the wait.
         last_seen: Returns the last known operation of each missing rank.
+        names: Names the members in texts.
 
     Raises:
         OperationTimeoutError: On every rank that is here: `missing` names those that are not.
@@ -54,33 +57,31 @@ def monitored_barrier(
         missing = _verdict(store, prefix, timeout_s, look)
     if missing:
         seen = last_seen(missing)
+        words = _in_words_of_torch(info, missing, timeout_s)
         raise OperationTimeoutError(
-            f"monitored_barrier of group {info.name!r}: {rank_names(missing)} did not arrive "
-            f"within {timeout_s} s ({_in_words_of_torch(info.rank, missing, timeout_s)}){seen_at(seen)}",
+            f"monitored_barrier of group {info.name!r}: {names(missing)} did not arrive "
+            f"within {timeout_s} s ({words}){names.last_seen(seen)}",
             missing=missing,
             last_seen=seen,
             timeout_s=timeout_s,
             group=info.name,
             op="monitored_barrier",
             rank=info.rank,
+            members=info.global_ranks,
         )
 
 
-def _in_words_of_torch(rank: int, missing: list[int], timeout_s: float) -> str:
+def _in_words_of_torch(info: GroupInfo, missing: list[int], timeout_s: float) -> str:
     """Return the phrase of c10d that programs search for."""
-    if rank:
+    if info.rank:
         return (
-            f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for "
-            f"send/recv from rank 0"
+            f"R{info.names([info.rank])[1:]} successfully reached monitoredBarrier, but received errors "
+            f"while waiting for send/recv from {info.names([0])}"
         )
-    names = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+    names = f"R{info.names(missing)[1:]}"
+    if all(info.global_ranks[rank] == rank for rank in missing):
+        names = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
     return f"{names} failed to pass monitoredBarrier in {timeout_s * 1e3:.0f} ms"
-
-
-def seen_at(seen: dict[int, str]) -> str:
-    """Return the last known operations of ranks as a part of a message; empty if none is known."""
-    words = "; ".join(f"rank {rank}: {what}" for rank, what in seen.items())
-    return f" (last seen at: {words})" if words else ""
 
 
 def _missing(

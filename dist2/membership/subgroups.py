@@ -182,6 +182,7 @@ class Subgroups(GroupParts):
             group_desc,
             self._runner.check_open,
             self.backend.last_seen,
+            self.backend.names,
         )
         met = self.spec.at(PrefixStore("merge/group", store), info, limit_s)
         return cast("Self", self._open_group(met))
@@ -258,7 +259,7 @@ class Subgroups(GroupParts):
         try:
             return self._new(spec, self.backend.reconfigure(spec, handles))
         except Dist2Error as error:
-            error.locate(info.name, "reconfigure", rank=info.rank)
+            error.locate(info.name, "reconfigure", rank=info.rank, members=info.global_ranks)
             error.prefix(f"reconfigure {uuid!r} of {len(handles)} processes")
             raise
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import attrs
 
-from dist2.errors import rank_names
+from dist2.runtime.rank_names import RANKS, RankNames
 
 MAX_BYTES = 2000
 """Longest encoding, in bytes; the rest is cut."""
@@ -119,7 +119,11 @@ _MOST_GROUPS = 4
 _P2P = ("send", "recv")
 
 
-def _shapes(call: Call) -> str:
+def _root(call: Call, names: RankNames) -> str:
+    return f"root={call.root if call.root is None else names.argument(call.root)}"
+
+
+def _shapes(call: Call, names: RankNames) -> str:
     return ", ".join(str(list(shape)) for shape in call.shapes)
 
 
@@ -135,23 +139,24 @@ def _numels(call: Call) -> tuple[int, ...]:
 
 
 Value = Callable[[Call], Hashable]
-Text = Callable[[Call], object]
+Text = Callable[[Call, RankNames], object]
 
 _ATTRIBUTES: tuple[tuple[str, Value, Text], ...] = (
-    ("operation", lambda call: call.op, lambda call: call.op),
-    ("reduction", lambda call: call.reduction, lambda call: call.reduction),
-    ("root", lambda call: call.root, lambda call: f"root={call.root}"),
-    ("dtype", lambda call: call.dtypes, lambda call: ", ".join(call.dtypes)),
+    ("operation", lambda call: call.op, lambda call, names: call.op),
+    ("reduction", lambda call: call.reduction, lambda call, names: call.reduction),
+    ("root", lambda call: call.root, lambda call, names: _root(call, names)),
+    ("dtype", lambda call: call.dtypes, lambda call, names: ", ".join(call.dtypes)),
     ("shape", _numels, _shapes),
 )
 """Attributes to compare: name, value to compare, value to show. The first difference is named."""
 
 
-def describe_difference(calls: Mapping[int, Call]) -> str:
+def describe_difference(calls: Mapping[int, Call], names: RankNames = RANKS) -> str:
     """Return the attribute in which calls differ first, with its values: ``dtype differs: ranks 0-6 ...``.
 
     Args:
         calls: The call of each rank. An unknown call has no operation.
+        names: Names the ranks.
 
     Returns:
         Text for an error; ``ranks called different operations`` if the calls do not tell the difference.
@@ -167,17 +172,17 @@ def describe_difference(calls: Mapping[int, Call]) -> str:
             groups.setdefault(value(call), []).append(rank)
         if len(groups) > 1:
             return f"{name} differs: " + _listed(
-                [f"{rank_names(ranks)} {text(known[ranks[0]])}" for ranks in groups.values()], ", "
+                [f"{names(ranks, False)} {text(known[ranks[0]], names)}" for ranks in groups.values()], ", "
             )
     return "ranks called different operations"
 
 
-def describe_calls(calls: Mapping[int, Call]) -> str:
+def describe_calls(calls: Mapping[int, Call], names: RankNames = RANKS) -> str:
     """Return the call of each rank in words; ranks with the same call are listed together."""
     groups: dict[str, list[int]] = {}
     for rank, call in sorted(calls.items()):
         groups.setdefault(call.text, []).append(rank)
-    return _listed([f"{rank_names(ranks)} called {text}" for text, ranks in groups.items()], "; ")
+    return _listed([f"{names(ranks, False)} called {text}" for text, ranks in groups.items()], "; ")
 
 
 def _listed(parts: list[str], separator: str) -> str:

@@ -17,6 +17,7 @@ import torch
 
 from dist2.errors import GroupRevokedError
 from dist2.operation.signature import Operation, Signature
+from dist2.runtime.rank_names import RankNames
 
 Tensors = Sequence[torch.Tensor]
 
@@ -92,6 +93,10 @@ class Executor(Protocol):
     staged_types: tuple[str, ...]
     revoked: GroupRevokedError | None
     on_revoked: Callable[[GroupRevokedError], None]
+
+    @property
+    def names(self) -> RankNames:
+        """The names of the members in texts."""
 
     def plan(self, signature: Signature) -> Execute:
         """Return a callable that runs operations of this signature."""

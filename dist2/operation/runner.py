@@ -43,7 +43,6 @@ from dist2.errors import (
     InvalidUsageError,
     OperationTimeoutError,
     PeerLostError,
-    rank_names,
 )
 from dist2.operation.aliasing import on_copies
 from dist2.operation.coalescing import Batch
@@ -169,9 +168,8 @@ class OperationRunner:
         fault = self.fault or fault
         if isinstance(fault, PeerLostError):
             fault.ranks = tuple(sorted({*fault.ranks, *self.backend.lost()}))
-            return fault.again(
-                f"group {self.info.name!r} cannot be used any more, lost {rank_names(fault.ranks)}: {fault}"
-            )
+            lost = self.backend.names(fault.ranks)
+            return fault.again(f"group {self.info.name!r} cannot be used any more, lost {lost}: {fault}")
         if isinstance(fault, GroupAbortedError) and self.closed:  # its text names the group
             return fault.again(f"{fault}: create another one with new_group")
         return fault.again(f"group {self.info.name!r} cannot be used any more: {fault}")
@@ -427,10 +425,9 @@ class OperationRunner:
     def _fail(self, operation: Operation, error: BaseException) -> BaseException:
         """Record and report a failure; return the error, with the operation's name and place filled in."""
         if isinstance(error, Dist2Error):
-            signature = operation.signature
             if error.seq != operation.seq:  # else it was raised for this operation, and names it
                 _name_operation(error, operation)
-            error.locate(signature.group.name, signature.kind.value, operation.seq, signature.group.rank)
+            _locate(error, operation)
         operation.error = error
         operation.finished_ns = monotonic_ns()
         self._break(operation, error)
@@ -567,6 +564,13 @@ class OperationRunner:
 
         work.helper = refuse_to_wait_inside
         return batch.add(work, begin, lambda error: self._settle(work, done, error))
+
+
+def _locate(error: Dist2Error, operation: Operation) -> None:
+    """Fill in the place of a failed operation, where the code that raised could not know it."""
+    signature = operation.signature
+    group = signature.group
+    error.locate(group.name, signature.kind.value, operation.seq, group.rank, group.global_ranks)
 
 
 @on_ctrl_c(OnCtrlC.DEFER)

@@ -21,6 +21,7 @@ import torch
 from dist2.compiled import records
 from dist2.operation.description import Call
 from dist2.operation.kinds import OpKind, Reduction
+from dist2.runtime.rank_names import RankNames
 
 _MAX_FINGERPRINTS = 1024
 
@@ -49,6 +50,11 @@ class GroupInfo:
     def world_size(self) -> int:
         """How many ranks the group has."""
         return len(self.global_ranks)
+
+    @property
+    def names(self) -> RankNames:
+        """The names of its ranks in texts, without their processes."""
+        return RankNames(self.name, self.global_ranks)
 
 
 def context_id(uid: str) -> int:
@@ -127,9 +133,10 @@ class Signature:
         if self.reduction is not None:
             parts.append(f"op={self.reduction}")
         if self.root is not None:
-            parts.append(f"root={self.root}")
+            parts.append(f"root={self.group.names.argument(self.root)}")
         if self.kind.is_p2p:
-            parts.append(f"peer={'any' if self.peer is None else self.peer}, tag={self.tag}")
+            peer = "any" if self.peer is None else self.group.names.argument(self.peer)
+            parts.append(f"peer={peer}, tag={self.tag}")
         return f"{self.kind.value}({', '.join(part for part in parts if part)})"
 
 

@@ -18,12 +18,14 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
+import attrs
 from torch.distributed import Store
 
 from dist2.errors import Dist2Error, PeerLostError, StoreConnectionError
 from dist2.rendezvous.requests import GO, JoinRequest, Outcome, Verdict, publish_failure, rank_key
 from dist2.runtime.deadline import Deadline
 from dist2.runtime.other_process import Process, has_ended, how_ended
+from dist2.runtime.rank_names import RANKS, RankNames
 from dist2.store.base import wait_timed_out
 from dist2.store.prefix import PrefixStore
 from dist2.store.text import as_name
@@ -43,12 +45,19 @@ class LivenessMonitor:
         rank: The caller's.
         world_size: Number of ranks.
         known: Requests that the caller has read already.
+        names: Names the ranks in texts.
     """
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, known: Mapping[int, JoinRequest] | None = None
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        known: Mapping[int, JoinRequest] | None = None,
+        names: RankNames = RANKS,
     ) -> None:
         self._store = store
+        self._names = names
         # Each rank begins with the next one: together they soon have checked all.
         self._unread = dict.fromkeys((rank + step) % world_size for step in range(1, world_size))
         self._processes: dict[int, tuple[Process, int]] = {}
@@ -59,6 +68,10 @@ class LivenessMonitor:
     def _watch(self, rank: int, request: JoinRequest) -> None:
         self._unread.pop(rank, None)
         self._processes[rank] = request.process, request.process.watch()
+
+    def _process_of(self, rank: int) -> str:
+        known = self._processes.get(rank)
+        return "" if known is None else known[0].place
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         for _, pidfd in self._processes.values():
@@ -85,7 +98,8 @@ class LivenessMonitor:
                 continue
             # A rank that watched the process may know its exit code, and publishes it before the next look.
             if pidfd >= 0 or rank in self._unsure:
-                return rank, f"rank {rank} ({process}) {how_ended(pidfd)}"
+                names = attrs.evolve(self._names, process_of=self._process_of)
+                return rank, names.ended({rank: how_ended(pidfd)})
             self._unsure.add(rank)
         return None
 
@@ -105,6 +119,7 @@ class FailureWatch(PrefixStore):
         name: The group's, if it has one.
         asked: The caller's arguments: see `JoinRequest`.
         roll: The processes of the ranks, if they have met before.
+        names: Names the ranks in texts.
 
     Attributes:
         rank: The caller's.
@@ -121,16 +136,18 @@ class FailureWatch(PrefixStore):
         name: str | None = None,
         asked: Mapping[str, str] | None = None,
         roll: LivenessMonitor | None = None,
+        names: RankNames = RANKS,
     ) -> None:
         super().__init__(prefix, store)
         self.rank = rank
         self.world_size = world_size
         self._name = name
+        self._names = names
         group = f"the group of {world_size} ranks" if name is None else f"group {name!r}"
         self._cannot = f"{group} cannot be built"
         self._over = False
         self._parts = PrefixStore(prefix, store)
-        self._roll = roll or LivenessMonitor(self._parts, rank, world_size)
+        self._roll = roll or LivenessMonitor(self._parts, rank, world_size, names=names)
         self.request = JoinRequest(Process.here(), asked or {})
         self._parts.set(rank_key(rank), self.request.to_text())
 
@@ -146,13 +163,13 @@ class FailureWatch(PrefixStore):
         if isinstance(error, PeerLostError) and error.ranks:  # the backend may have seen it first
             self._tell(Verdict(Outcome.LOST, str(error), error.ranks))
         else:
-            words = f"rank {self.rank} gave up ({type(error).__name__}: {error})"
+            words = f"{self._names([self.rank])} gave up ({type(error).__name__}: {error})"
             self._tell(Verdict(Outcome.LOST, words, (self.rank,)))
         dead = self._roll.seen_dead() if isinstance(error, StoreConnectionError) else None
         if dead is not None:
             error.args = (f"{error}; {dead[1]}",)
         if isinstance(error, Dist2Error):
-            error.locate(self._name or "", "new_group", rank=self.rank)
+            error.locate(self._name or "", "new_group", rank=self.rank, members=self._names.global_ranks)
             error.prefix(self._cannot)
 
     def _tell(self, verdict: Verdict) -> None:

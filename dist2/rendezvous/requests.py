@@ -25,9 +25,9 @@ from dist2.errors import (
     RendezvousError,
     RendezvousTimeoutError,
     WireError,
-    rank_names,
 )
 from dist2.runtime.other_process import Process
+from dist2.runtime.rank_names import rank_names
 from dist2.store.base import Store
 from dist2.store.prefix import PrefixStore
 from dist2.store.waiting import absent
@@ -185,7 +185,8 @@ def cannot_come(words: str) -> Verdict:
 def started_twice(rank: int, found: JoinRequest | None, here: Process) -> Verdict:
     """Return the verdict on a rank that another process has registered too."""
     other = "a process that cannot be read" if found is None else str(found.process)
-    return Verdict(Outcome.DUPLICATE_RANK, f"rank {rank} was started twice: as {other} and as {here}")
+    words = f"{rank_names([rank])} was started twice: as {other} and as {here}"
+    return Verdict(Outcome.DUPLICATE_RANK, words)
 
 
 def too_late(part: Store, ranks: Iterable[int], world_size: int, timeout_s: float) -> Verdict:

@@ -34,7 +34,6 @@ from dist2.errors import (
     StoreConnectionError,
     StoreError,
     WireError,
-    rank_names,
 )
 from dist2.rendezvous.liveness import LivenessMonitor
 from dist2.rendezvous.requests import (
@@ -56,6 +55,7 @@ from dist2.rendezvous.requests import (
 )
 from dist2.runtime.deadline import Deadline
 from dist2.runtime.other_process import Process
+from dist2.runtime.rank_names import rank_names
 from dist2.runtime.threads import lock_with_timeout
 from dist2.store.base import Store, limit_of
 from dist2.store.prefix import PrefixStore
@@ -464,8 +464,8 @@ def _sizes(leader: JoinRequest, other: JoinRequest, rank: int) -> Verdict:
     """Return the verdict on two requests with different world sizes."""
     return Verdict(
         Outcome.MISMATCH,
-        f"rank 0 has a world size of {leader.world_size} ({leader.process}), "
-        f"rank {rank} of {other.world_size} ({other.process})",
+        f"rank 0 has a world size of {leader.world_size} ({leader.process.place}), "
+        f"rank {rank} of {other.world_size} ({other.process.place})",
     )
 
 

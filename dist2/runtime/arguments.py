@@ -13,7 +13,8 @@ from typing import SupportsIndex
 import torch
 from torch.distributed import Store
 
-from dist2.errors import ArgumentTypeError, InvalidUsageError, rank_names
+from dist2.errors import ArgumentTypeError, InvalidUsageError
+from dist2.runtime.rank_names import rank_names
 
 
 def as_int(value: object) -> int | None:

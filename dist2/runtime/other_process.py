@@ -23,6 +23,8 @@ from pathlib import Path
 
 import attrs
 
+from dist2.runtime.rank_names import host_and_pid
+
 _BOOT_ID, _NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 _GET_INFO = 0xC040FF0B
 """The request ``PIDFD_GET_INFO`` of `ioctl`, with a structure of 64 bytes."""
@@ -70,6 +72,11 @@ class Process:
 
     def __str__(self) -> str:
         return f"process {self.pid} on host {self.host[:80]}"
+
+    @property
+    def place(self) -> str:
+        """Its host and number, for the name of its rank."""
+        return host_and_pid(self.host, self.pid)
 
     def watch(self) -> int:
         """Return a descriptor of it, if it is another process of this host that runs; else -1."""
@@ -167,11 +174,6 @@ def how_ended(pidfd: int) -> str:
             return f"was killed by {signal.Signals(number).name}"
         return f"was killed by signal {number}"
     return f"exited with code {os.WEXITSTATUS(status)}"
-
-
-def end_of(pid: int, pidfd: int) -> str:
-    """Return which process of this host has ended, and how, in words that follow the name of its rank."""
-    return f"(process {pid} on host {socket.gethostname()[:80]}) {how_ended(pidfd)}"
 
 
 def _exit_status(pidfd: int) -> int | None:

@@ -191,7 +191,7 @@ def test_an_address_of_ones_own_is_refused(transport: str) -> None:
         other.close()
     for error in errors:
         assert isinstance(error, InvalidUsageError | PeerLostError), error
-        assert "ranks 0 and 2 have published the same address" in str(error)
+        assert "ranks 0, 2 have published the same address" in str(error)
 
 
 WAYS: dict[str, Callable[[Path], dict[str, object]]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -135,7 +136,7 @@ def test_the_error_says_how_the_process_ended(name: str, end: str, transport: st
     told, died = run_processes(2, _told_how, tmp_path, name, end, transport=transport)
     assert died is DIED
     message, pid = told
-    assert f"rank 1 (process {pid} on host " in message
+    assert f"rank 1 (host {socket.gethostname()}, pid {pid})" in message
     assert end in message
 
 

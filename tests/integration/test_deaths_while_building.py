@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -93,7 +94,9 @@ def check(ended: list[End], what: str, how: str = "") -> None:
     """Check that the survivors got an error for the victim's death, in time."""
     victim = ended.pop(VICTIM)
     for each in ended:
-        assert f"{what} cannot be built: rank 1 (process {victim.pid} on host" in each.message, each
+        assert (
+            f"{what} cannot be built: rank 1 (host {socket.gethostname()}, pid {victim.pid})" in each.message
+        ), each
         assert each.message.endswith(how), each
         assert (each.kind, each.ranks) == ("PeerLostError", (VICTIM,)), each
         in_time(each.at_s - victim.at_s, TOLD_S, each)
@@ -181,7 +184,7 @@ def test_a_death_while_ranks_meet_is_told(url: str) -> None:
     for each in ended:
         assert each.kind == "RendezvousError", each
         assert f"{url.split('://')[1]}" in each.message
-        assert f"rank 1 (process {victim.pid} on host" in each.message, each
+        assert f"rank 1 (host {socket.gethostname()}, pid {victim.pid})" in each.message, each
         assert "; rank 2 did not arrive" in each.message, "it may have given up waiting for that one"
         in_time(each.at_s - victim.at_s, TOLD_S + LATE_S, each)
 
@@ -204,6 +207,6 @@ def test_the_death_of_rank_0_is_told(url: str, stage: Stage) -> None:
     ended = ends(join, url, stage, victim=0)
     victim = ended.pop(0)
     for each in ended:
-        assert f"rank 0 (process {victim.pid} on host" in each.message, each
+        assert f"rank 0 (host {socket.gethostname()}, pid {victim.pid})" in each.message, each
         assert url.split("/")[-1] in each.message or "group 'model' cannot be built" in each.message, each
         in_time(each.at_s - victim.at_s, TOLD_S, each)

@@ -158,7 +158,7 @@ def test_what_a_handler_raises_in_an_operation_is_told_to_all(
     zero, one, two = run_processes(3, _raise_in_the_midst, tmp_path, numel, transport=transport)
     assert "was interrupted by NodeGoesAway" in one
     for told in (zero, two):
-        assert "revoked by rank 1 (rank 1: NodeGoesAway: in two minutes)" in told
+        assert "revoked by rank 1 (NodeGoesAway: in two minutes)" in told
 
 
 def _call_in_the_midst(pg: ProcessGroup, earlier: int) -> list[str]:

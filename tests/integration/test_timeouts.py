@@ -215,7 +215,7 @@ def test_who_comes_after_a_limit_is_told_whose_limit_it_was(
     message, told_s = run_processes(2, _give_up_on_one, tmp_path, numel, timeout=LONG_S, transport=transport)[
         1
     ]
-    assert "rank 0: OperationTimeoutError: " in message
+    assert "rank 0 aborted the group (OperationTimeoutError: " in message
     assert "rank 1 did not arrive in time (last seen at: rank 1: barrier() #1" in message
     in_time(told_s, 1.0)
 

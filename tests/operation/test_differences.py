@@ -5,8 +5,8 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from dist2.errors import rank_names
 from dist2.operation.description import Call, describe_calls, describe_difference
+from dist2.runtime.rank_names import rank_names
 
 CALL = Call(
     op="all_reduce", seq=7, dtypes=("float32",), shapes=((2, 4),), reduction="sum", text="all_reduce(..) #7"

@@ -252,8 +252,8 @@ def test_world_sizes_that_differ_are_told_to_all(url: str) -> None:
     )
     for end in ends:
         assert isinstance(end, RendezvousError), end
-        assert "rank 0 has a world size of 2 (process" in str(end)
-        assert "rank 1 of 3 (process" in str(end)
+        assert "rank 0 has a world size of 2 (host " in str(end)
+        assert "rank 1 of 3 (host " in str(end)
     assert time.monotonic() - start < LIMIT / 2
 
 
@@ -265,8 +265,8 @@ def test_a_rank_beyond_the_world_of_rank_0_is_told_to_all(url: str) -> None:
     )
     for end in ends:
         assert isinstance(end, RendezvousError), end
-        assert "rank 0 has a world size of 2 (process" in str(end)
-        assert "rank 2 of 3 (process" in str(end)
+        assert "rank 0 has a world size of 2 (host " in str(end)
+        assert "rank 2 of 3 (host " in str(end)
     assert time.monotonic() - start < LIMIT / 2
 
 

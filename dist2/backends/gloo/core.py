@@ -128,7 +128,9 @@ class GlooCore(Backend):
                 missing=_suspects(operation),
                 timeout_s=operation.timeout_s,
             )
-            late.locate(group.name, operation.signature.kind.value, operation.seq, group.rank)
+            late.locate(
+                group.name, operation.signature.kind.value, operation.seq, group.rank, group.global_ranks
+            )
             raise late
         call.result()
 
@@ -288,7 +290,8 @@ def translate(error: BaseException, operation: Operation) -> BaseException:
         return error
     signature = operation.signature
     found = error_of(error, f"{operation.describe()} on {signature.group.backend}")
-    found.locate(signature.group.name, signature.kind.value, operation.seq, signature.group.rank)
+    group = signature.group
+    found.locate(group.name, signature.kind.value, operation.seq, group.rank, group.global_ranks)
     if isinstance(found, OperationTimeoutError):
         found.missing, found.timeout_s = _suspects(operation), operation.timeout_s
     elif isinstance(found, PeerLostError):

@@ -168,12 +168,13 @@ class Collectives(Controlled):
         self._call(operation, self._comm.Alltoall, [array("q", sizes), kind], [coming, kind])
         wrong = {rank: size for rank, size in enumerate(coming) if size != counts[rank]}
         if wrong:
+            names = operation.signature.group.names
             parts = ", ".join(
-                f"rank {rank} sends {size} and not {counts[rank]}" for rank, size in wrong.items()
+                f"{names([rank])} sends {size} and not {counts[rank]}" for rank, size in wrong.items()
             )
             raise MismatchError(
-                f"{operation.describe()}: numbers of bytes differ from those that this rank "
-                f"(rank {self.rank}) receives: {parts}",
+                f"{operation.describe()}: numbers of bytes differ from those that this rank, "
+                f"{names([self.rank])}, receives: {parts}",
                 expected=f"{list(counts)} bytes by rank",
                 actual={rank: f"sends {size} bytes" for rank, size in wrong.items()},
             )

@@ -29,7 +29,6 @@ from dist2.errors import (
     InvalidUsageError,
     MismatchError,
     PeerLostError,
-    rank_names,
 )
 from dist2.operation.description import MAX_BYTES, Call
 from dist2.operation.kinds import OpKind
@@ -77,7 +76,7 @@ class Communicator:
         ranks, sizes = zip(*places, strict=True)
         if len(set(ranks)) < len(ranks) or len(set(sizes)) > 1 or info.world_size > sizes[0]:
             at = ", ".join(
-                f"{rank_names([rank])} is process {r} of {n}" for rank, (r, n) in enumerate(places[:4])
+                f"{info.names([rank])} is process {r} of {n}" for rank, (r, n) in enumerate(places[:4])
             )
             raise InvalidUsageError(
                 f"the ranks of group {info.name!r} must be different processes of one MPI job, started by "
@@ -143,7 +142,8 @@ class Communicator:
         parts = [everyone[at : at + len(content)] for at in range(0, len(everyone), len(content))]
         calls = {rank: Call.decode(part[_WORD:].rstrip()) for rank, part in enumerate(parts)}
         differ = [rank for rank, part in enumerate(parts) if part[:_WORD] != content[:_WORD]]
-        return mismatch(self.comm.Get_rank(), mine, calls, {rank: calls[rank].text for rank in differ})
+        actual = {rank: calls[rank].text for rank in differ}
+        return mismatch(self.comm.Get_rank(), mine, calls, actual, operation.signature.group.names)
 
     def wait(self, done: Callable[[], bool], operation: Operation, until_ns: int) -> None:
         """Return when requests are done.

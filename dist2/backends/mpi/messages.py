@@ -95,10 +95,11 @@ class Message(WatchedMessage):
         return found
 
     def _of_other_size(self, size: str, source: int | None) -> MismatchError:
-        wanted, sender = f"{self._content.numel()} bytes", "a rank" if source is None else f"rank {source}"
+        group, wanted = self.operation.signature.group, f"{self._content.numel()} bytes"
+        sender = "a rank" if source is None else group.names([source])
         return MismatchError(
             f"{self.operation.describe()}: {sender} sent {size} with this tag, "
-            f"and this rank (rank {self.operation.signature.group.rank}) receives {wanted}",
+            f"and this rank, {group.names([group.rank])}, receives {wanted}",
             expected=wanted,
             actual={} if source is None else {source: f"sent {size}"},
         )

@@ -10,6 +10,7 @@ import json
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from functools import cached_property
 
 import attrs
 
@@ -39,12 +40,12 @@ from dist2.errors import (
     PeerLostError,
     ResourceError,
     WireError,
-    rank_names,
 )
 from dist2.operation.execution import Execute, Helped, Tensors
 from dist2.operation.kinds import OpKind
-from dist2.operation.signature import Operation, Signature, context_id
+from dist2.operation.signature import GroupInfo, Operation, Signature, context_id
 from dist2.runtime.deadline import deadline_in
+from dist2.runtime.rank_names import RankNames, host_and_pid
 from dist2.security.authenticator import Credentials
 from dist2.security.refusals import refusals
 from dist2.security.sealing import seal, unseal
@@ -86,6 +87,13 @@ class Place:
     @links.default
     def _links(self) -> tuple[Card, ...]:
         return tuple([each.card for each in self.cards])
+
+    def names(self, info: GroupInfo) -> RankNames:
+        """Return the names of the members in texts, with their processes."""
+        cards = self.cards
+        return attrs.evolve(
+            info.names, process_of=lambda rank: host_and_pid(cards[rank].host, cards[rank].pid)
+        )
 
     def part(self, ranks: Sequence[int]) -> Place:
         """Return where some of the members are."""
@@ -155,6 +163,7 @@ class SocketBackend(Backend):
             share=options.transport in (Transport.AUTO, Transport.SHM),
             describe=self._describe,
             on_revoked=self._take_revocation,
+            names=self.names,
         )
         self._messenger = Messenger(self.endpoint)
         self.outside = Outside(self.endpoint, self._messenger, self._recent)
@@ -194,14 +203,14 @@ class SocketBackend(Backend):
         if not self.layout:
             if not self._shares_memory():
                 return None
-            board = self._node.board(context, self.rank, self._company)
+            board = self._node.board(context, self.rank, self._company, names=self.names)
             board.listen(self.endpoint)
             self.endpoint.ask(board.mismatches.last_seen)
             return board
         hosts = host_map(self.layout)
         if not hosts.is_hierarchical or not self._company.ranks:
             return None
-        board = self._node.board(context, self.rank, self._company, HOST_SLOT_BYTES)
+        board = self._node.board(context, self.rank, self._company, HOST_SLOT_BYTES, self.names)
         board.progress = self.endpoint
         board.listen(self.endpoint)
         return board
@@ -221,7 +230,7 @@ class SocketBackend(Backend):
             apart = [rank for rank, card in enumerate(self._place.cards) if not self._node.is_beside(card)]
             raise BackendUnavailableError(
                 f"transport='shm' needs all ranks on one host that can share memory; "
-                f"{rank_names(apart)} cannot share it with rank {self.rank}"
+                f"{self.names(apart)} cannot share it with {self.names([self.rank])}"
             )
         return False
 
@@ -370,7 +379,7 @@ class SocketBackend(Backend):
             _, agreed = made.agree(-1, deadline_in(spec.timeout_s))
             if agreed.failed:
                 raise PeerLostError(
-                    f"{rank_names(agreed.failed)} died or left meanwhile", ranks=agreed.failed
+                    f"{made.names(agreed.failed)} died or left meanwhile", ranks=agreed.failed
                 )
         except BaseException:
             made.shutdown()
@@ -378,6 +387,11 @@ class SocketBackend(Backend):
         return made
 
     # Life
+
+    @cached_property
+    def names(self) -> RankNames:
+        """The names of the members in texts, with their processes."""
+        return self._place.names(self.spec.info)
 
     def lost(self) -> dict[int, str]:
         """Return the group ranks that are known to have died, and how each ended, in words."""

@@ -90,7 +90,7 @@ class Borrowed:
                 cross_memory.check_alive(self.pidfd)
             except OSError as error:
                 self.recall.hear(operation, self.owner)
-                message = f"memory of rank {self.owner} cannot be reached: {error}"
+                message = f"memory of {self.board.names([self.owner])} cannot be reached: {error}"
                 raise PeerLostError(message, ranks=[self.owner]) from error
 
         return reach

@@ -15,6 +15,7 @@ from dist2.backends.base import Backend, GroupSpec
 from dist2.backends.consensus import Agreement
 from dist2.backends.socket.backend import SocketBackend
 from dist2.errors import GroupRevokedError
+from dist2.runtime.rank_names import RankNames
 
 CONTROL_OPTIONS = ("transport", "host", "node", "tuning", "algorithm", "deterministic")
 """Options of a controlled group that are for its control group."""
@@ -76,6 +77,11 @@ class Controlled(Backend):
     def agree(self, flags: int, deadline_ns: int, shrinks: bool = False) -> tuple[int, Agreement]:
         """Agree over the control links, which still work after the library has failed."""
         return self.control.agree(flags, deadline_ns, shrinks)
+
+    @property
+    def names(self) -> RankNames:
+        """The names of the members, with their processes."""
+        return self.control.names
 
     def lost(self) -> Mapping[int, str]:
         """Return the group ranks that are known to have died."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -23,7 +22,6 @@ from dist2.errors import (
     InvalidUsageError,
     OperationTimeoutError,
     PeerLostError,
-    rank_names,
 )
 from dist2.runtime.arguments import difference_of
 from dist2.runtime.config import Config
@@ -105,8 +103,8 @@ def _check_inside(spec: GroupSpec, cards: Sequence[NodeCard]) -> None:
     outside = [rank for rank, card in enumerate(cards) if not Node.is_inside(card)]
     if outside:
         raise BackendUnavailableError(
-            f"transport='inproc' is for ranks that are threads of one process; not in the process of rank "
-            f"{spec.info.rank}: {rank_names(outside)}; use transport='auto'"
+            f"transport='inproc' is for ranks that are threads of one process; not in the process of "
+            f"{spec.info.names([spec.info.rank])}: {spec.info.names(outside)}; use transport='auto'"
         )
 
 
@@ -119,9 +117,8 @@ def _attached(spec: GroupSpec, options: SocketOptions, place: Place) -> SocketBa
     try:
         return SocketBackend(spec, options, place)
     except PeerLostError as error:
-        host = socket.gethostname()
-        died = [f"rank {rank} (process {place.cards[rank].pid} on host {host}) died" for rank in error.ranks]
-        raise PeerLostError("; ".join(died), ranks=error.ranks) from error
+        died = place.names(spec.info).ended(dict.fromkeys(error.ranks, "died"))
+        raise PeerLostError(died, ranks=error.ranks) from error
 
 
 @attrs.frozen
@@ -168,9 +165,11 @@ class Notices:
         try:
             return unseal(self.credentials, text, what, self.spec.info.uid, str(rank))
         except AuthenticationError as error:
-            refusals.note("card", error.reason, f"rank {rank}", str(error), group=self.spec.info.name)
+            refusals.note(
+                "card", error.reason, self.spec.info.names([rank]), str(error), group=self.spec.info.name
+            )
             raise AuthenticationError(
-                f"the {what} that rank {rank} has published: {error}", reason=error.reason
+                f"the {what} that {self.spec.info.names([rank])} has published: {error}", reason=error.reason
             ) from error
 
 
@@ -186,7 +185,8 @@ def _await_all(spec: GroupSpec, what: str, deadline: Deadline) -> list[str]:
     if not arrive(spec.store, keys, deadline):
         missing = absent(spec.store, partial(_key, what=what), ranks)
         raise OperationTimeoutError(
-            f"{rank_names(missing)} of {spec.info.world_size} did not arrive within {spec.timeout_s:.3g} s",
+            f"{spec.info.names(missing)} of {spec.info.world_size} did not arrive within "
+            f"{spec.timeout_s:.3g} s",
             missing=missing,
             timeout_s=spec.timeout_s,
         )

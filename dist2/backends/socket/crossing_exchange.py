@@ -59,8 +59,10 @@ class CrossingExchange(CrossingProgram):
             sent, received = (end.address - start.address) // self._itemsize, self._received[start.owner]
             if sent != received:
                 self._executor.endpoint.disagree(operation.seq)  # the other hosts would wait for this one
+                names = operation.signature.group.names
+                sender, receiver = names([start.owner]), names([self._rank])
                 raise MismatchError(
-                    f"rank {start.owner} sends {sent} elements to rank {self._rank} that expects {received}",
+                    f"{sender} sends {sent} elements to {receiver} that expects {received}",
                     expected=f"{received} elements",
                     actual={start.owner: f"{sent} elements"},
                 )

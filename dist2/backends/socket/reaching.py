@@ -234,7 +234,7 @@ class Reach:
                 cross_memory.check_alive(pidfd)
             except OSError as error:
                 board.check(operation, owner)  # it died, left or aborted: that is the better answer
-                message = f"memory of rank {owner} cannot be reached: {error}"
+                message = f"memory of {board.names([owner])} cannot be reached: {error}"
                 raise PeerLostError(message, ranks=[owner]) from error
 
         return reach

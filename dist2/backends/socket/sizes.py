@@ -45,21 +45,20 @@ def check_sizes(operation: Operation, everyone: Sequence[Sequence[int]]) -> None
     Raises:
         MismatchError: They differ; it is the same on all ranks.
     """
-    size = len(everyone)
+    size, group = len(everyone), operation.signature.group
     pairs = [(source, target) for source in range(size) for target in range(size)]
     found = [
-        (source, f"sends {sent} elements to rank {target}, which receives {received} from it")
+        (source, f"sends {sent} elements to {group.names([target])}, which receives {received} from it")
         for source, target in pairs
         if (sent := everyone[source][target]) != (received := everyone[target][size + source])
     ]
     if not found:
         return
-    shown = [f"rank {rank} {text}" for rank, text in found[:_MOST]]
+    shown = [f"{group.names([rank])} {text}" for rank, text in found[:_MOST]]
     if len(found) > _MOST:
         shown.append(f"and {len(found) - _MOST} others")
     raise MismatchError(
-        f"sizes differ in {operation.describe()}: {'; '.join(shown)} "
-        f"(this is rank {operation.signature.group.rank})",
+        f"sizes differ in {operation.describe()}: {'; '.join(shown)} (this is {group.names([group.rank])})",
         expected=operation.describe(),
         actual=dict(found),
     )

@@ -75,7 +75,7 @@ def messages_of_other_sizes_are_refused() -> None:
                 pg.send(torch.ones(2), 1)
                 continue
             error = raised(dist2.MismatchError, lambda r=received: pg.recv(torch.empty(r), 0))
-            assert f"and this rank (rank 1) receives {4 * received} bytes" in str(error), error
+            assert f"and this rank, rank 1, receives {4 * received} bytes" in str(error), error
             assert list(error.actual) == [0], error.actual
 
 

@@ -57,7 +57,7 @@ def test_the_word_of_who_aborted_is_waited_for(world: World) -> None:
         fail(second, OSError("the disk is full"))
 
     together(lambda: first.hear_out([1], []), abort)
-    assert first.why([1]) == " (rank 1: OSError: the disk is full)"
+    assert first.why([1]) == " (OSError: the disk is full)"
 
 
 def test_who_left_in_good_order_has_no_word_to_wait_for(world: World) -> None:
@@ -119,4 +119,4 @@ def test_in_shared_memory_the_word_of_who_aborted_is_in_the_error(world: World) 
     finally:
         members.close()
     assert isinstance(ended, PeerLostError)
-    assert "rank 1 aborted the group (rank 1: OSError: the disk is full)" in str(ended)
+    assert "rank 1 aborted the group (OSError: the disk is full)" in str(ended)

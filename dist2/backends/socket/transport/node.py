@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import weakref
 from collections.abc import Sequence
 from functools import cached_property, partial
@@ -30,10 +31,11 @@ from dist2.backends.socket.transport.messages.calls import Describe
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.messages.mailbox import OnRevoked
 from dist2.backends.socket.transport.shared_memory import Neighbour, SharedHost
-from dist2.errors import GroupAbortedError, InvalidUsageError, PeerLostError, WireError, rank_names
+from dist2.errors import GroupAbortedError, InvalidUsageError, PeerLostError, WireError
 from dist2.operation.signature import GroupInfo
 from dist2.runtime.config import Config
 from dist2.runtime.process import InChild, in_child
+from dist2.runtime.rank_names import RANKS, RankNames
 from dist2.security.authenticator import Credentials
 
 _FABRIC_SPINS = 100
@@ -50,6 +52,7 @@ class NodeCard:
         host_id: Equal where memory can be shared.
         memory: Locators of the shared memory; empty without any.
         asked: Its options that must be equal on all members, as text.
+        host: Name of its host.
     """
 
     card: Card = attrs.field(validator=instance_of(Card))
@@ -62,6 +65,7 @@ class NodeCard:
         factory=dict,
         validator=deep_mapping(key_validator=instance_of(str), value_validator=instance_of(str)),
     )
+    host: str = attrs.field(default="", validator=instance_of(str))
 
     @cached_property
     def sharing(self) -> str:
@@ -160,6 +164,7 @@ class Node:
             os.getpid(),
             config.host_id or host_id(),
             self._shared.locators() if self._shared is not None else {},
+            host=socket.gethostname(),
         )
         _nodes.add(self)
 
@@ -212,6 +217,7 @@ class Node:
         share: bool,
         describe: Describe,
         on_revoked: OnRevoked,
+        names: RankNames = RANKS,
     ) -> FabricEndpoint:
         """Open a group's messages; links are made when first needed.
 
@@ -222,6 +228,7 @@ class Node:
             share: Whether messages to members of this host go through shared memory.
             describe: See `Describe`.
             on_revoked: Called when a member has revoked the group; it must not block.
+            names: Names the members in texts.
         """
         endpoint = FabricEndpoint(
             self._fabric,
@@ -234,6 +241,7 @@ class Node:
             company.spins,
             company.lone_spins,
             on_revoked,
+            names,
         )
         for other in company.lost:
             self._fabric.mark_lost(cards[other].fabric_id)
@@ -276,12 +284,20 @@ class Node:
         memory = neighbour.region(int(where["offset"]), HEADER_BYTES + RING_BYTES).bytes
         return RingReader(memory, neighbour.pid if reachable else 0, neighbour.fileno())
 
-    def board(self, context: int, rank: int, company: Company, slot_size: int = SLOT_BYTES) -> Board:
+    def board(
+        self,
+        context: int,
+        rank: int,
+        company: Company,
+        slot_size: int = SLOT_BYTES,
+        names: RankNames = RANKS,
+    ) -> Board:
         """Open a group's shared memory for members that are beside this one.
 
         Args:
             company: Of the rank: see `company`.
             slot_size: Bytes of each half of a slot.
+            names: Names the members in texts.
 
         Raises:
             PeerLostError: A member is gone.
@@ -289,10 +305,8 @@ class Node:
         shared = self._shared
         assert shared is not None  # `is_beside` said so
         if company.lost:
-            raise PeerLostError(
-                f"{rank_names(company.lost)} died before the group was made", ranks=company.lost
-            )
-        board = Board(shared, context, rank, company.members, company.spins, slot_size)
+            raise PeerLostError(f"{names(company.lost)} died before the group was made", ranks=company.lost)
+        board = Board(shared, context, rank, company.members, company.spins, slot_size, names)
         board.arrivals.spreads = self._spread_threads
         self._boards.add(board)
         return board
@@ -328,13 +342,14 @@ def check_addresses(node: Node, info: GroupInfo, cards: Sequence[NodeCard]) -> N
         other = first.setdefault(card.card.fabric_id, rank)
         if other != rank:
             raise InvalidUsageError(
-                f"ranks {other} and {rank} have published the same address, of process {card.pid}; each rank "
-                f"needs its own: leave out the option `node`, or give each rank a node that no other rank has"
+                f"{info.names([other, rank])} have published the same address, of process {card.pid}; each "
+                f"rank needs its own: leave out the option `node`, or give each rank a node that no other "
+                f"rank has"
             )
     if first.get(node.fabric_id) != info.rank:
         raise InvalidUsageError(
-            f"the address published as rank {info.rank}'s is not that of this rank but of process "
-            f"{cards[info.rank].pid}: was rank {info.rank} started twice?"
+            f"the address published as that of {info.names([info.rank])} is not that of this rank but of "
+            f"process {cards[info.rank].pid}: was it started twice?"
         )
 
 

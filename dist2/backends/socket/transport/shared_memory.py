@@ -22,7 +22,7 @@ import attrs
 
 from dist2.backends.socket.transport.doorbell import Doorbell, DoorbellLocator, PeerDoorbell
 from dist2.errors import Dist2Error, PeerLostError
-from dist2.runtime.other_process import end_of, has_ended
+from dist2.runtime.other_process import has_ended, how_ended
 from dist2.runtime.shared_memory import PAGE_BYTES, TOKEN_BYTES, Arena, ArenaLocator, Mapping, attach
 
 ARENA_BYTES = 40 << 30
@@ -180,7 +180,7 @@ class Neighbour:
 
     def end(self) -> str:
         """Return how the process ended, in words that follow the name of its rank."""
-        return end_of(self.pid, self._pidfd)
+        return how_ended(self._pidfd)
 
     def fileno(self) -> int:
         """Return a descriptor that is readable once the process is dead; -1 for this very process."""

@@ -31,6 +31,7 @@ from dist2.backends.socket.transport.boards.waiting import Waiting
 from dist2.backends.socket.transport.shared_memory import SharedHost
 from dist2.errors import Dist2Error
 from dist2.operation.signature import Operation
+from dist2.runtime.rank_names import RANKS, RankNames
 
 
 class Board:
@@ -38,6 +39,7 @@ class Board:
 
     Attributes:
         rank: The caller's group rank.
+        names: Names the members in texts.
         members: The others.
         regions: Where they write; call `meet` first to find those of the others.
         arrivals: How this member comes to fences.
@@ -53,6 +55,7 @@ class Board:
         members: As above.
         spins: How often a wait looks before it yields.
         slot_size: Bytes of a slot half.
+        names: Names the members in texts.
     """
 
     def __init__(
@@ -63,16 +66,18 @@ class Board:
         members: Sequence[Member],
         spins: int,
         slot_size: int = SLOT_BYTES,
+        names: RankNames = RANKS,
     ) -> None:
         self.rank = rank
+        self.names = names
         self.progress: Progress | None = None
         self.regions = Regions(host, context, rank, slot_size)
         own = self._own = self.regions.words(rank)
         arrivals = self.arrivals = new_arrivals(rank, own, host.doorbell, 1 + len(members), spins)
-        roster = self.roster = Roster(members, own, arrivals, host.doorbell, self.regions.has_left)
+        roster = self.roster = Roster(members, own, arrivals, host.doorbell, self.regions.has_left, names)
         self.members = roster.members
         self._peers = roster.peers
-        self.mismatches = Mismatches(rank, own, self.regions, arrivals, roster.peers)
+        self.mismatches = Mismatches(rank, own, self.regions, arrivals, roster.peers, names)
         self._waiting = Waiting(own, arrivals, host.doorbell, roster, self.mismatches)
         self.meeting = Meeting(host, self.regions, own, arrivals, roster, self._waiting)
         self._closed = False

@@ -26,6 +26,7 @@ from dist2.backends.socket.transport.spinning import yield_core
 from dist2.errors import MismatchError
 from dist2.operation.description import Call
 from dist2.operation.signature import Operation
+from dist2.runtime.rank_names import RankNames
 
 _LENGTH_BITS = 16
 _LENGTH_MASK = (1 << _LENGTH_BITS) - 1
@@ -40,11 +41,19 @@ class Mismatches:
         regions: Where the members write.
         arrivals: How this member comes to fences.
         peers: The other members that were met.
+        names: Names the members in texts.
     """
 
     def __init__(
-        self, rank: int, own: memoryview, regions: Regions, arrivals: AnyArrivals, peers: Peers
+        self,
+        rank: int,
+        own: memoryview,
+        regions: Regions,
+        arrivals: AnyArrivals,
+        peers: Peers,
+        names: RankNames,
     ) -> None:
+        self._names = names
         self._rank = rank
         self._own = own
         self._regions = regions
@@ -119,7 +128,8 @@ class Mismatches:
         differ = {member.rank for words, member in self._peers if words[at] != word}
         for rank in differ - calls.keys():
             calls[rank] = Call(text="an operation that it did not describe in time")
-        return mismatch(self._rank, mine, calls, {rank: calls[rank].text for rank in differ})
+        actual = {rank: calls[rank].text for rank in differ}
+        return mismatch(self._rank, mine, calls, actual, self._names)
 
     def _called(self, phase: int) -> Call:
         """Return this member's call at one of the last fences."""

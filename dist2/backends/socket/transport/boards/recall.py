@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.control_words import GAVE_UP, PHASES, PRINT_BITS, RING
 from dist2.backends.socket.transport.spinning import yield_core
-from dist2.errors import MismatchError, PeerLostError, rank_names
+from dist2.errors import MismatchError, PeerLostError
 from dist2.operation.description import Call
 from dist2.operation.signature import Operation
 
@@ -74,8 +74,9 @@ class Recall:
         if not gone:
             return
         self.hear(operation, gone[0])
-        why = "; ".join(f"rank {rank}: {self._board.mismatches.published(rank).text}" for rank in gone)
-        raise PeerLostError(f"{rank_names(gone)} gave up this operation ({why})", ranks=gone)
+        names = self._board.names
+        why = names.alike({rank: self._board.mismatches.published(rank).text for rank in gone})
+        raise PeerLostError(f"{names(gone)} gave up this operation ({why})", ranks=gone)
 
     def hear(self, operation: Operation, rank: int) -> None:
         """Raise why a member does not lend any more; return if that cannot be found out in a while.

@@ -24,10 +24,9 @@ from dist2.errors import (
     GroupAbortedError,
     GroupRevokedError,
     PeerLostError,
-    rank_names,
-    ranks_ended,
 )
 from dist2.operation.signature import Operation
+from dist2.runtime.rank_names import RANKS, RankNames
 
 _OPEN, _CLOSED, _ABORTED, _REVOKED = 0, 1, 2, 3
 _STATE_BITS = 8  # above them, the revoking rank
@@ -58,6 +57,7 @@ class Roster:
         members: The other ones.
         peers: The ones among them that were met: see `meeting`.
         messages: The group's messages, by which a member may have said why it left.
+        names: Names the members in texts.
 
     Args:
         members: As above.
@@ -74,7 +74,9 @@ class Roster:
         arrivals: AnyArrivals,
         doorbell: Doorbell,
         has_left: Callable[[Neighbour], bool],
+        names: RankNames = RANKS,
     ) -> None:
+        self.names = names
         self.members = tuple(members)
         self._peers: list[tuple[memoryview, Member]] = []
         self.peers: Peers = self._peers
@@ -139,18 +141,19 @@ class Roster:
         revoked = [state >> _STATE_BITS for state in states.values() if state & _STATE_MASK == _REVOKED]
         if revoked:
             self._hear_out(revoked, ())
-            raise GroupRevokedError(f"the group was revoked by rank {revoked[0]}", by=revoked[0])
+            by = revoked[0]
+            raise GroupRevokedError(f"the group was revoked by {self.names([by])}", by=by)
         died = self.lost()
         if died:
-            raise PeerLostError(ranks_ended(died), ranks=list(died))
+            raise PeerLostError(self.names.ended(died), ranks=list(died))
         left = [rank for rank in absent if states.get(rank) == _CLOSED]
         broke = [rank for rank in absent if states.get(rank) == _ABORTED]
         if left or broke:
             self._hear_out(broke, left)
         if left:
-            raise _lost(left, left_words(self._why(left)))
+            raise PeerLostError(f"{self.names(left)} {left_words(self._why(left))}", ranks=left)
         if broke:
-            raise _lost(broke, f"aborted the group{self._why(broke)}")
+            raise PeerLostError(f"{self.names(broke)} aborted the group{self._why(broke)}", ranks=broke)
         return absent
 
     def _states(self) -> dict[int, int]:
@@ -202,7 +205,3 @@ class Roster:
         for words, member in self._peers:
             if words[SLEEPING]:
                 member.neighbour.doorbell.ring()
-
-
-def _lost(ranks: list[int], how: str) -> PeerLostError:
-    return PeerLostError(f"{rank_names(ranks)} {how}", ranks=ranks)

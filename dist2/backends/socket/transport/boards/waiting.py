@@ -130,7 +130,8 @@ class Waiting:
         """
         absent = self._roster.check(missing, operation)
         if monotonic_ns() >= operation.deadline_ns:
-            raise absence(absent, {rank: self._mismatches.last_seen(rank) for rank in absent})
+            seen = {rank: self._mismatches.last_seen(rank) for rank in absent}
+            raise absence(absent, seen, self._roster.names)
 
     def _sleep(self, arrived: Callable[[], bool], operation: Operation, messages: Progress | None) -> None:
         arrivals = self._arrivals

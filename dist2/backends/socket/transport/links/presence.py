@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from dist2.runtime.other_process import end_of
+from dist2.runtime.other_process import how_ended
 
 GRACE_S = 0.05
 """Time after a link's end in which data of another link is still accepted."""
@@ -63,9 +63,9 @@ class Presence:
     def ended(self, fd: int) -> None:
         """Take in that a watched descriptor is readable."""
         self._epoll.unregister(fd)
-        fabric_id, pid = self._watched.pop(fd)
+        fabric_id = self._watched.pop(fd)[0]
         self._exited.add(fabric_id)
-        self.ends[fabric_id] = end_of(pid, fd)
+        self.ends[fabric_id] = how_ended(fd)
         if self.has_parted(fabric_id):
             self.parted.add(fabric_id)
         self._departed.pop(fabric_id, None)  # it refers to the memory of the process

@@ -42,7 +42,9 @@ class Assembly:
         if isinstance(mailbox.fault, GroupRevokedError):
             return
         why = mailbox.said(by)
-        mailbox.fault = GroupRevokedError(f"the group was revoked by rank {by}{mailbox.why([by])}", by=by)
+        mailbox.fault = GroupRevokedError(
+            f"the group was revoked by {mailbox.names([by])}{mailbox.why([by])}", by=by
+        )
         # Reported first: others would take a withdrawn message for that of a rank that gave up by itself.
         frame = Header(Kind.REVOKE, context=mailbox.context, tag=by, nbytes=len(why)).encode() + why
         for rank in range(len(mailbox.fabric_ids)):

@@ -15,9 +15,9 @@ from dist2.errors import (
     OperationTimeoutError,
     PeerLostError,
     ResourceError,
-    rank_names,
 )
 from dist2.runtime.deadline import deadline_in
+from dist2.runtime.rank_names import RankNames
 
 _TELL_S = 0.5
 _SLICE_NS = 100_000_000
@@ -83,16 +83,18 @@ class Ballot:
             mailbox.agreements.finish()
         survivors = set(range(len(mailbox.fabric_ids))) - decision.failed
         if decision.shrinking & survivors not in (set(), survivors):
-            raise _called_differently(survivors, decision.shrinking)
+            raise _called_differently(survivors, decision.shrinking, mailbox.names)
         return number, Agreement(decision.flags, tuple(sorted(decision.failed)))
 
     def _undecided(self, consensus: Consensus) -> Dist2Error:
         """Return why an agreement has no answer here."""
         if self._mailbox.aborted is not None:
             return self._mailbox.aborted
+        names = self._mailbox.names
         if consensus.expelled:
             return PeerLostError(
-                f"the other members consider rank {self._mailbox.rank} (this one) lost and go on without it",
+                f"the other members consider this rank lost, {names([self._mailbox.rank])}, "
+                f"and go on without it",
                 ranks=[self._mailbox.rank],
             )
         if self._fabric.courier.shortage is not None:
@@ -100,12 +102,10 @@ class Ballot:
         missing = consensus.awaited
         if not missing:
             return OperationTimeoutError("all ranks have voted, but some do not know of a death yet")
-        return absence(missing, last_seen(self._mailbox.calls, missing))
+        return absence(missing, last_seen(self._mailbox.calls, missing), names)
 
 
-def _called_differently(survivors: set[int], shrinking: frozenset[int]) -> MismatchError:
+def _called_differently(survivors: set[int], shrinking: frozenset[int], names: RankNames) -> MismatchError:
     actual = {rank: "shrink()" if rank in shrinking else "agree()" for rank in sorted(survivors)}
-    agreeing = rank_names(survivors - shrinking)
-    return MismatchError(
-        f"operation differs: {agreeing} agree(), {rank_names(survivors & shrinking)} shrink()", actual=actual
-    )
+    agreeing, others = names(survivors - shrinking, False), names(survivors & shrinking, False)
+    return MismatchError(f"operation differs: {agreeing} agree(), {others} shrink()", actual=actual)

@@ -9,6 +9,7 @@ import attrs
 from dist2.backends.socket.transport.messages.by_rank import ByRank
 from dist2.backends.socket.wire import TAGGED, Header
 from dist2.operation.description import Call
+from dist2.runtime.rank_names import RANKS, RankNames
 
 REMEMBERED = 64
 """Operations whose fingerprints are kept at least, for messages that come after their end."""
@@ -62,10 +63,12 @@ class Calls:
         rank: The caller's group rank.
         size: Number of members.
         describe: See `Describe`.
+        names: Names the members in texts.
 
     Attributes:
         rank: The caller's group rank.
         describe: See `Describe`.
+        names: As above.
         mine: Its result, after a mismatch.
         described: The other members' calls at the mismatch, by group rank.
         offenders: Senders of messages that did not match.
@@ -81,8 +84,9 @@ class Calls:
         witness: Returns the last operation of a member, if collectives use no messages.
     """
 
-    def __init__(self, rank: int, size: int, describe: Describe) -> None:
+    def __init__(self, rank: int, size: int, describe: Describe, names: RankNames = RANKS) -> None:
         self.describe = describe
+        self.names = names
         self.mine = NOTHING_YET
         self.described: dict[int, Called] = {}
         self.offenders: set[int] = set()

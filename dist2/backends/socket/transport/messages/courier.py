@@ -46,7 +46,8 @@ class Courier:
         if link is not None:
             return link
         if fabric_id in self._presence.dead:
-            raise PeerLostError(f"rank {peer} {self._presence.dead[fabric_id]}", ranks=[peer])
+            ended = mailbox.names.ended({peer: self._presence.dead[fabric_id]})
+            raise PeerLostError(ended, ranks=[peer])
         beside = peer in mailbox.beside
         return self._connector.connect(mailbox.cards[peer], inside=mailbox.inside, beside=beside)
 

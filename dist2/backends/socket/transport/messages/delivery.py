@@ -90,7 +90,8 @@ class Delivery:
         """
         peer = receiving.source
         if link.fileno() < 0:
-            self._outcomes.finish(receiving, PeerLostError(f"rank {peer} is gone", ranks=[peer]))
+            gone = PeerLostError(f"{mailbox.names([peer])} is gone", ranks=[peer])
+            self._outcomes.finish(receiving, gone)
             return
         await_announced(mailbox, receiving, link, number)
         rx = link.rx
@@ -173,9 +174,8 @@ class Delivery:
                 self.account_for(mailbox, peer, dropped.key[0], dropped.cost)
         else:
             mailbox.accepted.discard(receiving)
-            why = mailbox.why([peer])
-            error = PeerLostError(f"rank {peer} gave up sending{why}", ranks=[peer])
-            self._outcomes.finish(receiving, error)
+            gave_up = f"{mailbox.names([peer])} gave up sending{mailbox.why([peer])}"
+            self._outcomes.finish(receiving, PeerLostError(gave_up, ranks=[peer]))
 
 
 def await_announced(mailbox: Mailbox, receiving: Receiving, link: Link, number: int) -> None:

@@ -15,7 +15,7 @@ from dist2.backends.socket.transport.messages.explaining import left_words
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.backends.socket.wire import ABORTED, Header, Kind
-from dist2.errors import AuthenticationError, PeerLostError, rank_names, ranks_ended
+from dist2.errors import AuthenticationError, PeerLostError
 from dist2.security.refusals import refusals
 
 LINGER_S = 0.25
@@ -142,7 +142,7 @@ class Departures:
                 card = mailbox.cards[rank]
                 where = f"{card.host}:{card.port}"
                 refusals.note("data", error.reason, where, str(error), rank=rank)
-                why = f"no connection to rank {rank} at {where}: {error}"
+                why = f"no connection to {mailbox.names([rank])} at {where}: {error}"
                 self._outcomes.fail(mailbox, AuthenticationError(why, reason=error.reason))
 
     # Deferred departures
@@ -178,15 +178,15 @@ class Departures:
 def lost_error(mailbox: Mailbox, dead: Mapping[str, str]) -> PeerLostError:
     """Return the error that names the members that died."""
     ends = {rank: dead[each] for rank, each in enumerate(mailbox.fabric_ids) if each in dead}
-    return PeerLostError(ranks_ended(ends), ranks=list(ends))
+    return PeerLostError(mailbox.names.ended(ends), ranks=list(ends))
 
 
 def left_error(mailbox: Mailbox, ranks: Sequence[int]) -> PeerLostError:
     """Return the error that names members that closed the group."""
-    return PeerLostError(f"{rank_names(ranks)} {left_words(mailbox.why(ranks))}", ranks=ranks)
+    return PeerLostError(f"{mailbox.names(ranks)} {left_words(mailbox.why(ranks))}", ranks=ranks)
 
 
 def aborted_error(mailbox: Mailbox, ranks: Sequence[int] = ()) -> PeerLostError:
     """Return the error that names members that aborted the group: these, or all of them."""
     ranks = ranks or sorted(mailbox.aborters)
-    return PeerLostError(f"{rank_names(ranks)} aborted the group{mailbox.why(ranks)}", ranks=ranks)
+    return PeerLostError(f"{mailbox.names(ranks)} aborted the group{mailbox.why(ranks)}", ranks=ranks)

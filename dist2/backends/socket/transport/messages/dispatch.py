@@ -123,7 +123,7 @@ class Dispatch:
         except PeerLostError as error:
             return self._unreached(mailbox, peer, error)
         except ResourceError as error:
-            return _lacking(peer, error, tagged)
+            return _lacking(mailbox.names([peer]), error, tagged)
         return None
 
     def _send(self, mailbox: Mailbox, sending: Sending) -> None:
@@ -133,7 +133,7 @@ class Dispatch:
             self._outcomes.finish(sending, mailbox.fault or self._unreached(mailbox, sending.peer, error))
             return
         except ResourceError as error:
-            self._outcomes.finish(sending, _lacking(sending.peer, error, sending.tagged))
+            self._outcomes.finish(sending, _lacking(mailbox.names([sending.peer]), error, sending.tagged))
             return
         if sending.fingerprint not in mailbox.calls.told[sending.peer]:
             seq = None if sending.tagged else sending.seq
@@ -208,7 +208,7 @@ class Dispatch:
         """Return the error of a message to a member that cannot be reached."""
         if self._presence.has_parted(mailbox.fabric_ids[peer]):
             return left_error(mailbox, [peer])
-        return PeerLostError(f"rank {peer} cannot be reached: {why}", ranks=[peer])
+        return PeerLostError(f"{mailbox.names([peer])} cannot be reached: {why}", ranks=[peer])
 
     def _send_to_self(self, mailbox: Mailbox, sending: Sending) -> None:
         header = _header(Kind.ANNOUNCE, sending, transfer=sending.number)
@@ -257,12 +257,12 @@ class Dispatch:
         self._outcomes.message_sent(sending)
 
 
-def _lacking(peer: int, shortage: ResourceError, tagged: bool) -> ResourceError:
+def _lacking(receiver: str, shortage: ResourceError, tagged: bool) -> ResourceError:
     """Return the error of a message whose link lacks a resource of this process; nothing was sent.
 
     Other ranks take part in a collective, and wait for this one: the group cannot go on then.
     """
-    text = f"rank {peer} cannot be reached from this process: {shortage}"
+    text = f"{receiver} cannot be reached from this process: {shortage}"
     return ResourceError(text, group_usable=tagged)
 
 

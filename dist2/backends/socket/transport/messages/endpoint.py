@@ -17,6 +17,7 @@ from dist2.backends.socket.transport.messages.mailbox import Mailbox, OnRevoked
 from dist2.backends.socket.transport.messages.transfer import Message, Receiving, Sending
 from dist2.backends.socket.transport.messages.ways import ShortWays
 from dist2.errors import Dist2Error, GroupAbortedError, OperationTimeoutError
+from dist2.runtime.rank_names import RANKS, RankNames
 
 _PROBE_NS = 50_000_000
 """How long a wait lasts before other members are asked; then twice as long, and so on"""
@@ -38,6 +39,7 @@ class FabricEndpoint(Endpoint):
         spins: How often to look for a message in shared memory before yielding the core.
         lone_spins: The same if ``spins`` is 0 and no other process needs the core.
         on_revoked: Called when a member has revoked the group; it must not block.
+        names: Names the members in texts.
 
     Attributes:
         ways: The short paths of its messages.
@@ -57,6 +59,7 @@ class FabricEndpoint(Endpoint):
         spins: int = 0,
         lone_spins: int = 0,
         on_revoked: OnRevoked = lambda error: None,
+        names: RankNames = RANKS,
     ) -> None:
         self.rank = rank
         self.world_size = len(cards)
@@ -64,7 +67,7 @@ class FabricEndpoint(Endpoint):
         self._fabric = fabric
         self._spins = spins
         self._lone_spins = lone_spins
-        self._mailbox = Mailbox(context, rank, cards, inside, describe, beside, on_revoked)
+        self._mailbox = Mailbox(context, rank, cards, inside, describe, beside, on_revoked, names)
         self._inquiry = Inquiry(fabric, self._mailbox)
         with fabric.lock:
             fabric.groups.open(self._mailbox)

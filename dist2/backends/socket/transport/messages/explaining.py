@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from dist2.backends.socket.transport.messages.calls import Called, Calls
-from dist2.errors import MismatchError, OperationTimeoutError, rank_names
+from dist2.errors import MismatchError, OperationTimeoutError
 from dist2.operation.description import Call, describe_calls, describe_difference
+from dist2.runtime.rank_names import RankNames
 
 HEAR_S = 0.3
 """Longest time that a rank with a failed operation waits for the others' reports."""
@@ -38,10 +39,12 @@ def explained(calls: Calls) -> MismatchError:
     for rank in calls.offenders - calls.described.keys():
         said[rank] = Call(text="an operation that it did not describe in time")
     actual = {rank: said[rank].text for rank in differing(calls).keys() | calls.offenders}
-    return mismatch(calls.rank, calls.mine.call, said, actual)
+    return mismatch(calls.rank, calls.mine.call, said, actual, calls.names)
 
 
-def mismatch(rank: int, mine: Call, calls: dict[int, Call], actual: dict[int, str]) -> MismatchError:
+def mismatch(
+    rank: int, mine: Call, calls: dict[int, Call], actual: dict[int, str], names: RankNames
+) -> MismatchError:
     """Return the error that shows each rank's call.
 
     Args:
@@ -49,10 +52,12 @@ def mismatch(rank: int, mine: Call, calls: dict[int, Call], actual: dict[int, st
         mine: Its call.
         calls: The known calls of the others.
         actual: The calls that differ from this rank's, in words.
+        names: Names the ranks.
     """
     everyone = dict(sorted({**calls, rank: mine}.items()))
     return MismatchError(
-        f"{describe_difference(everyone)}: {describe_calls(everyone)} (this is rank {rank})",
+        f"{describe_difference(everyone, names)}: {describe_calls(everyone, names)} "
+        f"(this is {names([rank], False)})",
         expected=mine.text,
         actual=dict(sorted(actual.items())),
         calls=everyone,
@@ -71,7 +76,7 @@ def overdue(calls: Calls, waited_for: Collection[int], collective: bool) -> Oper
     if collective and calls.begun:
         seq = calls.latest
         missing = [rank for rank, latest in enumerate(calls.latest_seen()) if latest < seq] or missing
-    return absence(missing, last_seen(calls, missing))
+    return absence(missing, last_seen(calls, missing), calls.names)
 
 
 def last_seen(calls: Calls, ranks: Iterable[int]) -> dict[int, str]:
@@ -88,15 +93,11 @@ def _last_seen(calls: Calls, rank: int, seq: int) -> str:
     return calls.describe(seq, 0).text if seq in calls.begun else f"operation #{seq}"
 
 
-def absence(missing: list[int], last_seen: dict[int, str]) -> OperationTimeoutError:
+def absence(missing: list[int], last_seen: dict[int, str], names: RankNames) -> OperationTimeoutError:
     """Return the error that names the ranks that did not arrive; no rank, where any could have."""
-    alike: dict[str, list[int]] = {}
-    for rank, text in last_seen.items():
-        alike.setdefault(text, []).append(rank)
-    seen = "; ".join(f"{rank_names(ranks)}: {text}" for text, ranks in alike.items())
     return OperationTimeoutError(
-        (f"{rank_names(missing)} did not arrive in time" if missing else "nothing arrived in time")
-        + (f" (last seen at: {seen})" if seen else ""),
+        (f"{names(missing)} did not arrive in time" if missing else "nothing arrived in time")
+        + names.last_seen(last_seen),
         missing=missing,
         last_seen=last_seen,
     )

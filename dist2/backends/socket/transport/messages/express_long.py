@@ -297,7 +297,8 @@ class ExpressTake(ExpressReceive):
         finally:
             with fabric.lock:
                 if not receiving.done:
-                    gone = PeerLostError(f"rank {self._peer} gave up sending", ranks=[self._peer])
+                    sender = self._mailbox.names([self._peer])
+                    gone = PeerLostError(f"{sender} gave up sending", ranks=[self._peer])
                     fabric.dispatch.cancel(self._mailbox, receiving, gone)
 
     def _long_way(self, address: int) -> Receiving:

@@ -64,10 +64,9 @@ class Groups:
             InvalidUsageError: Another rank of the group has these links.
         """
         if mailbox.context in self._mailboxes:
-            other = self._mailboxes[mailbox.context].rank
+            both = mailbox.names([self._mailboxes[mailbox.context].rank, mailbox.rank], False)
             raise InvalidUsageError(
-                f"ranks {other} and {mailbox.rank} of one group cannot use the links of one node: "
-                f"each needs a separate node"
+                f"{both} of one group cannot use the links of one node: each needs a separate node"
             )
         self._mailboxes[mailbox.context] = mailbox
         dead = self._presence.dead

@@ -18,6 +18,7 @@ from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_
 from dist2.backends.socket.transport.messages.transfer import Receiving, Sending
 from dist2.backends.socket.wire import TAGGED, Header, Loan
 from dist2.errors import Dist2Error, GroupAbortedError, GroupRevokedError, WireError
+from dist2.runtime.rank_names import RANKS, RankNames
 
 OnRevoked = Callable[[GroupRevokedError], None]
 Key = tuple[bool, int, int, int]
@@ -72,6 +73,7 @@ class Mailbox:
         context: The group's context id.
         rank: The caller's group rank.
         cards: How to reach the members, by group rank.
+        names: Names the members in texts.
         fabric_ids: The fabric ids of the members.
         inside: All are fabrics of this process, reached without a network.
         beside: Members that share memory with this one, so that messages to them may go through it.
@@ -101,14 +103,16 @@ class Mailbox:
         describe: Describe,
         beside: frozenset[int] = frozenset(),
         on_revoked: OnRevoked = lambda error: None,
+        names: RankNames = RANKS,
     ) -> None:
         self.context = context
         self.rank = rank
+        self.names = names
         self.cards = tuple(cards)
         self.fabric_ids = tuple([card.fabric_id for card in cards])
         self.inside = inside
         self.beside = beside
-        self.calls = Calls(rank, len(cards), describe)
+        self.calls = Calls(rank, len(cards), describe, names)
         self.fault: Dist2Error | None = None
         self.aborted: Dist2Error | None = None
         self.left: set[int] = set()
@@ -150,8 +154,11 @@ class Mailbox:
 
     def why(self, ranks: Iterable[int]) -> str:
         """Return the reported causes of ranks for a broken group, as a suffix of a message; may be empty."""
-        said = "; ".join(f"rank {rank}: {self.reasons[rank]}" for rank in ranks if rank in self.reasons)
-        return f" ({said})" if said else ""
+        ranks = list(ranks)
+        said = {rank: self.reasons[rank] for rank in ranks if rank in self.reasons}
+        if not said:
+            return ""
+        return f" ({said[ranks[0]] if len(ranks) == 1 else self.names.alike(said)})"
 
     @cached_property
     def _ranks(self) -> dict[str, int]:

@@ -110,7 +110,9 @@ class Outcomes:
         link.receiving = None
         for receiving in coming:
             mailbox = self._mailboxes.get(receiving.context)
+            to = ""
             if mailbox is not None:
                 mailbox.accepted.discard(receiving)
-            self.finish(receiving, PeerLostError("the connection was closed", ranks=[receiving.source]))
+                to = f" to {mailbox.names([receiving.source])}"
+            self.finish(receiving, PeerLostError(f"the connection{to} was closed", ranks=[receiving.source]))
         link.incoming.clear()

@@ -204,7 +204,7 @@ class _Track:
         return receiving
 
     def _gone(self) -> PeerLostError:
-        return PeerLostError(f"rank {self._peer} is gone", ranks=[self._peer])
+        return PeerLostError(f"{self._mailbox.names([self._peer])} is gone", ranks=[self._peer])
 
 
 def header_of(context: int, lot: Lot) -> bytes:
