@@ -286,7 +286,7 @@ class GroupRevokedError(Dist2Error, DistBackendError):
         self,
         message: str,
         *,
-        by: int,
+        by: int = -1,
         **where: Unpack[Where],
     ) -> None:
         super().__init__(message, **where)

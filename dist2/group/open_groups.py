@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import threading
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,8 @@ import torch
 
 from dist2.errors import GroupAbortedError, InvalidUsageError
 from dist2.runtime.deadline import deadline_in
-from dist2.runtime.process import AtExit, InChild, at_exit, in_child
+from dist2.runtime.process import AtExit, InChild, at_exit, end_with_multiprocessing, in_child, raised
+from dist2.runtime.rank_names import host_and_pid
 from dist2.runtime.signals import holds_no_lock
 from dist2.runtime.threads import end_workers
 
@@ -55,6 +55,7 @@ def enter(group: ProcessGroup, name: str) -> None:
         else:
             _register_beside(namesakes, group, name)
         _by_name.setdefault(name, set()).add(group)
+    end_with_multiprocessing()
 
 
 def _register(group: ProcessGroup, name: str) -> None:
@@ -163,9 +164,9 @@ def _forbid_in_child() -> None:
 def _abort_forgotten() -> None:
     """At exit: abort groups that were not closed, so that no thread or peer waits for them."""
     forgotten = open_groups()
-    uncaught = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # not of an earlier prompt
+    reason = raised() or _left_open()
     for group in forgotten:
-        group._abort_for(uncaught if isinstance(uncaught, BaseException) else _left_open())
+        group._abort_for(reason)
     deadline_ns = deadline_in(_EXIT_S)
     end_workers(deadline_ns)
     for group in forgotten:  # a thread that poisons outputs is inside torch: see `worker`
@@ -176,10 +177,10 @@ def _abort_forgotten() -> None:
 
 def _left_open() -> ResourceWarning:
     """Return the reason that other ranks receive."""
-    host = socket.gethostname()
     return ResourceWarning(
-        f"process {os.getpid()} on host {host} exited without closing the group: "
-        "call shutdown(), or use it as a context manager"
+        f"its process ({host_and_pid(socket.gethostname(), os.getpid())}) exited without closing the group: "
+        "if it failed, its own output has the error; if not, call shutdown(), or use the group as a context "
+        "manager"
     )
 
 

@@ -41,6 +41,7 @@ from dist2.operation.runner import OperationRunner, Timeout
 from dist2.operation.signature import GroupInfo, Operation
 from dist2.runtime.arguments import as_int, check_rank
 from dist2.runtime.deadline import seconds
+from dist2.runtime.process import cause_of
 from dist2.runtime.signals import OnCtrlC, holds_no_lock, inside_library_call, on_ctrl_c, run_outside_locks
 from dist2.store import PrefixStore
 
@@ -474,7 +475,7 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
     def _abort_for(self, error: BaseException) -> None:
         """Abort, and tell the other ranks the reason, which their errors then name."""
         if not self.is_closed and self._runner.fault is None:
-            self.backend.leaves_for(error)
+            self.backend.leaves_for(cause_of(error))
         self.abort()
 
     def _identify(self, info: GroupInfo) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from enum import IntEnum
@@ -58,6 +59,45 @@ _child_hooks: dict[int, Callable[[], None]] = {}
 def at_exit(step: AtExit) -> Callable[[Hook], Hook]:
     """Return a decorator: the function is this step of the exit."""
     return _registrar(_exit_hooks, step)
+
+
+def end_with_multiprocessing() -> None:
+    """Have a process that `multiprocessing` started call the first step of its exit while it still raises.
+
+    Such a process catches the error of its target, so that functions of `atexit` cannot know it; in a process
+    that was forked they do not run at all.
+    """
+    global _ends_in
+    multiprocessing = sys.modules.get("multiprocessing")
+    if _ends_in == os.getpid() or multiprocessing is None or multiprocessing.parent_process() is None:
+        return
+    from multiprocessing.util import Finalize
+
+    _ends_in = os.getpid()  # a child of this process has forgotten it
+    Finalize(None, _exit_hooks[AtExit.GROUPS], exitpriority=0)
+
+
+_ends_in = 0
+"""The process in which `end_with_multiprocessing` has been called."""
+
+
+def raised() -> BaseException | None:
+    """Return the exception that ends this process, if Python still knows it.
+
+    That is the one that is being handled, or else the last one that was not caught. Where a program calls
+    `sys.exit` while it handles an exception, it is that exception.
+    """
+    error = sys.exc_info()[1]
+    if error is None and not hasattr(sys, "ps1"):  # at a prompt, it may be of an earlier command
+        error = getattr(sys, "last_value", None)
+    return None if error is None else cause_of(error)
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """Return the exception during whose handling the program called `sys.exit`, or else the given one."""
+    if isinstance(error, SystemExit) and error.__context__ is not None:
+        return error.__context__
+    return error
 
 
 def in_child(step: InChild) -> Callable[[Hook], Hook]:

@@ -384,6 +384,12 @@ elif how == "uncaught":
 elif how == "block":
     with suppress(ValueError), pg:
         raise ValueError("a bug of mine")
+elif how == "exit":
+    with pg:
+        try:
+            raise ValueError("a bug of mine")
+        except ValueError:
+            sys.exit(1)
 """
 
 
@@ -393,7 +399,8 @@ elif how == "block":
     [
         ("uncaught", "ValueError: a bug of mine"),
         ("block", "ValueError: a bug of mine"),
-        ("forgotten", "ResourceWarning: process "),
+        ("exit", "ValueError: a bug of mine"),
+        ("forgotten", "its process (host "),
     ],
 )
 def test_why_a_rank_left_the_others_is_told(tmp_path: Path, transport: str, how: str, why: str) -> None:
@@ -401,6 +408,47 @@ def test_why_a_rank_left_the_others_is_told(tmp_path: Path, transport: str, how:
     assert ended.code == 0, ended
     assert ended.output.startswith("(1,) all_reduce(float32[3], op=sum)"), ended
     assert "rank 1 aborted the group (" + why in ended.output, ended
-    assert ("exited without closing the group: call shutdown()" in ended.output) == (how == "forgotten"), (
-        ended
-    )
+    told = "exited without closing the group: if it failed, its own output has the error" in ended.output
+    assert told == (how == "forgotten"), ended
+
+
+CAUGHT = """
+import multiprocessing, signal, sys
+import torch, dist2
+from torch.multiprocessing import start_processes
+
+path, how = sys.argv[1:]
+
+def work(rank):
+    pg = dist2.new_group("socket", 60, store=dist2.FileStore(path, 2), rank=rank, world_size=2)
+    pg.barrier()
+    if rank == 1:
+        raise ValueError("a bug of mine")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torch's launcher ends the others
+    try:
+        pg.all_reduce(torch.ones(3))
+    except dist2.PeerLostError as error:
+        print(error, flush=True)
+    pg.abort()
+
+if how == "start_processes":
+    try:
+        start_processes(work, nprocs=2, start_method="fork")
+    except Exception as error:
+        print(type(error).__name__)
+else:
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=work, args=(rank,)) for rank in range(2)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+"""
+
+
+@pytest.mark.parametrize("how", ["start_processes", "Process"])
+def test_an_error_that_the_launcher_of_a_rank_catches_is_told(tmp_path: Path, how: str) -> None:
+    """Python's functions for the exit cannot know it, and do not run in a fork."""
+    ended = run([*warm_python(), "-c", CAUGHT, tmp_path / "store", how])
+    assert ended.code == 0, ended
+    assert "rank 1 aborted the group (ValueError: a bug of mine)" in ended.output, ended

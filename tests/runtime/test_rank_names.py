@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import attrs
 import pytest
 
@@ -84,3 +86,10 @@ def test_errors_have_both_ranks() -> None:
     assert (revoked.by, revoked.global_by) == (1, 2)
     assert revoked.again("again").global_by == 2
     assert Dist2Error("no rank is known").global_rank is None
+
+
+def test_errors_travel_between_processes() -> None:
+    """As `concurrent.futures` sends them from a worker."""
+    for error in (GroupRevokedError("revoked", by=1, members=(1, 2)), PeerLostError("lost", ranks=[1])):
+        came = pickle.loads(pickle.dumps(error))
+        assert (type(came), str(came), vars(came)) == (type(error), str(error), vars(error))

@@ -140,7 +140,9 @@ class Mailbox:
     def note_reason(self, error: BaseException) -> None:
         """Keep the error that broke the group on this rank; the first one is the cause."""
         if not self.reason and not isinstance(error, GroupAbortedError):
-            words = ": ".join(filter(None, (type(error).__name__, str(error))))
+            words = str(error)
+            if not isinstance(error, ResourceWarning):  # that is no failure: the process ended
+                words = ": ".join(filter(None, (type(error).__name__, words)))
             self.reason = words.encode(errors="replace")[:REASON_BYTES]
 
     def take_reason(self, peer: int, text: bytearray | None) -> None:
