@@ -61,7 +61,7 @@ class Landing:
     def land(self) -> None:
         """Copy the written elements to the tensor."""
         if self._staged:
-            self._target.copy_(self.flat.view(self._target.shape))
+            self._target.detach().copy_(self.flat.view(self._target.shape))
 
 
 @attrs.frozen(eq=False)

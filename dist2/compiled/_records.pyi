@@ -61,18 +61,21 @@ def adopt(work_type: type, prepare: Callable[[Any], None], /) -> bool:
         TypeError: It lacks a slot; or another type was adopted before.
     """
 
-def find_marks(samples: tuple[tuple[Tensor, int, int, bool, int, int], ...], /) -> tuple[int, int, int, int]:
+def find_marks(
+    samples: tuple[tuple[Tensor, int, int, bool, int, int, int], ...], /
+) -> tuple[int, int, int, int, int]:
     """Find the marks of tensors: a bit set in which torch keeps their properties.
 
     Args:
         samples: Tensors, each with the address of its C++ half, its marks, whether it is plain, the address
-            of its storage, and that of its values. Some must not be plain.
+            of its storage, that of its values, and the storage's length in bytes. Some must not be plain.
 
     Returns:
         The offset in an object of the address of its C++ half, the offset of the marks in that half, and all
         marks of plain tensors; these are 0 if there is not exactly one offset for each, or if no mark
         distinguishes a sample that is not plain. And the offset in that half of the storage's address; 0
-        if it is not known, or if a storage does not have the address of the values at the known offset.
+        if it is not known, or if a storage does not have the address of the values at the known offset. And
+        the offset in the storage of its length; 0 if it is not known.
     """
 
 class Counters:
@@ -147,9 +150,9 @@ class Plans(PythonPlans):
         others: Plans of calls with other tensors.
         api: The capsule ``__dlpack_c_exchange_api__`` of torch's tensors: DLPack 1.x.
         tensor_types: Types of tensors without hidden properties; tensors of other types go to ``others``.
-        is_negated: Tells whether a tensor is lazily negated.
-        marks: The result of `find_marks`. For tensors with the marks of plain ones ``is_negated`` is not
-            called.
+        is_odd: Tells whether a tensor is lazily negated, or reaches beyond its storage.
+        marks: The result of `find_marks`. For tensors with the marks of plain ones ``is_odd`` is not called
+            if the offset of the storage's length is known.
 
     Raises:
         ValueError: The capsule has another version, or cannot read tensors.
@@ -160,8 +163,8 @@ class Plans(PythonPlans):
         others: PythonPlans,
         api: object,
         tensor_types: tuple[type[Tensor], ...],
-        is_negated: Callable[[Tensor], bool],
-        marks: tuple[int, int, int, int] = ...,
+        is_odd: Callable[[Tensor], bool],
+        marks: tuple[int, int, int, int, int] = ...,
     ) -> None: ...
 
 class AsyncCall:

@@ -18,6 +18,7 @@ from dist2.errors import InvalidUsageError
 from dist2.operation.execution import Execute, Helped
 from dist2.operation.kinds import OpKind
 from dist2.operation.signature import Operation, Signature
+from dist2.operation.storage import reach
 
 Tensors = Sequence[torch.Tensor]
 
@@ -141,7 +142,4 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     start = tensor.data_ptr()
     if start == 0 or not tensor.numel():  # on the meta device, or empty
         return start, start
-    if tensor.is_contiguous():
-        return start, start + tensor.numel() * tensor.itemsize
-    last = sum([(extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)])
-    return start, start + (last + 1) * tensor.itemsize
+    return start, start + reach(tensor) * tensor.itemsize

@@ -129,7 +129,7 @@ def premul_sum(factor: float | torch.Tensor) -> Reduction:
         if isinstance(factor, (str, bytes, bytearray)):  # which `float` would read
             raise TypeError(f"a text: {factor!r}")
         return _premul_sum(float(factor))
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InvalidUsageError(
             f"factor must be a number or a tensor of one element, got {factor!r}"
         ) from error

@@ -17,7 +17,7 @@ from dist2.operation.aliasing import shared_places
 from dist2.operation.execution import Execute
 from dist2.operation.kinds import OpKind
 from dist2.operation.signature import Signature
-from dist2.operation.storage import has_no_storage
+from dist2.operation.storage import exceeds_storage, has_no_storage
 from dist2.runtime.cache import keep
 from dist2.runtime.torch_versions import TENSOR_EXCHANGE
 
@@ -94,7 +94,7 @@ def _key(kind: OpKind, agreed: Hashable, inputs: Tensors, outputs: Tensors) -> H
     if not (isinstance(inputs, (list, tuple)) and isinstance(outputs, (list, tuple))):
         return None  # iterating would use up a generator, and cut up a tensor
     try:
-        if any(map(has_no_storage, inputs)) or (outputs is not inputs and any(map(has_no_storage, outputs))):
+        if any(map(_lacks_memory, inputs)) or (outputs is not inputs and any(map(_lacks_memory, outputs))):
             return None  # of these, none is like another
         return (
             kind,
@@ -108,13 +108,17 @@ def _key(kind: OpKind, agreed: Hashable, inputs: Tensors, outputs: Tensors) -> H
         return None  # validation will report the entry
 
 
-def samples() -> tuple[tuple[torch.Tensor, int, int, bool, int, int], ...]:
+def _lacks_memory(tensor: torch.Tensor) -> bool:
+    return has_no_storage(tensor) or exceeds_storage(tensor)
+
+
+def samples() -> tuple[tuple[torch.Tensor, int, int, bool, int, int, int], ...]:
     """Return tensors and torch's description of each, for `dist2.compiled._records.find_marks`.
 
     Returns:
         Each with the address of its other half, its marks, and whether it is plain: neither lazily negated
-        nor lazily conjugated; the address of its storage, and of its values. None where this torch does not
-        say, or makes other tensors now.
+        nor lazily conjugated; the address of its storage, that of its values, and the storage's length. None
+        where this torch does not say, or makes other tensors now.
     """
     try:
         with torch.inference_mode(False):
@@ -132,12 +136,18 @@ def samples() -> tuple[tuple[torch.Tensor, int, int, bool, int, int], ...]:
                     at < len(tensors) - len(lazy),
                     each.untyped_storage()._cdata,
                     each.untyped_storage().data_ptr(),
+                    each.untyped_storage().nbytes(),
                 )
                 for at, each in enumerate(tensors)
             ]
         )
     except (AttributeError, RuntimeError, TypeError):
         return ()
+
+
+def is_odd(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a contiguous tensor does not hold its values, or not all of them."""
+    return tensor.is_neg() or exceeds_storage(tensor)
 
 
 def _conjugate() -> torch.Tensor:
@@ -151,7 +161,7 @@ def _compiled() -> Callable[[], PythonPlans] | None:
     if records is None or api is None:
         return None
     plans, marks = records.Plans, records.find_marks(samples())
-    return lambda: plans(PythonPlans(), api, _TYPES, torch.Tensor.is_neg, marks)
+    return lambda: plans(PythonPlans(), api, _TYPES, is_odd, marks)
 
 
 if TYPE_CHECKING:

@@ -28,6 +28,23 @@ def has_no_storage(tensor: torch.Tensor) -> bool:
         return True
 
 
+def exceeds_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has elements beyond the end of its storage, which was made smaller since."""
+    try:
+        nbytes = tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):  # it has no storage at all
+        return False
+    return tensor.numel() > 0 and (tensor.storage_offset() + reach(tensor)) * tensor.itemsize > nbytes
+
+
+def reach(tensor: torch.Tensor) -> int:
+    """Return how many elements lie from the first of a tensor to its last, those between them included."""
+    if tensor.is_contiguous():
+        return tensor.numel()
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum([(extent - 1) * stride for extent, stride in strides])
+
+
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor as one dimension of stride 1 on the same memory.
 
@@ -37,6 +54,18 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dim() == 1 and tensor.stride(0) == 1:
         return tensor
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def writable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a CPU tensor that torch lets the library write to: itself, or another one on the same memory.
+
+    torch refuses to write in place to tensors that require a gradient, and outside of inference mode to
+    those made in it and to parts of them.
+    """
+    if tensor.is_inference():
+        alias, storage = torch.empty(0, dtype=tensor.dtype), tensor.untyped_storage()
+        return alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def is_async_tensor(tensor: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ from typing import cast
 import torch
 
 from dist2.errors import ArgumentTypeError, InvalidUsageError
-from dist2.operation.storage import has_no_storage, is_async_tensor
+from dist2.operation.storage import exceeds_storage, has_no_storage, is_async_tensor
 from dist2.runtime.arguments import as_int, shown
 
 Tensors = Sequence[torch.Tensor]
@@ -35,8 +35,16 @@ def check_tensor(tensor: object, argument: str, device_types: Sequence[str]) -> 
             f"{argument} is quantized, and its scale would not travel: "
             f"pass {argument}.int_repr(), or dequantize()"
         )
-    if "meta" not in device_types and has_no_storage(tensor):
-        _check_stand_in(tensor, argument)
+    if "meta" not in device_types:
+        if has_no_storage(tensor):
+            _check_stand_in(tensor, argument)
+        elif exceeds_storage(tensor):
+            raise InvalidUsageError(
+                f"{argument} has shape {list(tensor.shape)}, strides {list(tensor.stride())}, offset "
+                f"{tensor.storage_offset()} and {tensor.itemsize} bytes an element, but a storage of "
+                f"{tensor.untyped_storage().nbytes()} bytes, which was made smaller since: "
+                f"resize the storage, or pass a tensor that fits into it"
+            )
     return tensor
 
 

@@ -241,30 +241,30 @@ def test_which_of_many_lies_in_which_tells_calls_apart(plans: type[PythonPlans])
 
 
 class Asked:
-    """Says whether a tensor is lazily negated, and how often it was asked."""
+    """Says whether a tensor is odd, and how often it was asked."""
 
     def __init__(self) -> None:
         self.times = 0
 
     def __call__(self, tensor: torch.Tensor) -> bool:
         self.times += 1
-        return tensor.is_neg()
+        return plans_module.is_odd(tensor)
 
 
-def marked(marks: tuple[int, int, int, int]) -> tuple[PythonPlans, Asked]:
+def marked(marks: tuple[int, int, int, int, int]) -> tuple[PythonPlans, Asked]:
     """Return plans that use marks, and their questions to torch if marks are not enough."""
     asked, types = Asked(), (torch.Tensor, torch.nn.Parameter)
     api: Any = torch.Tensor.__dlpack_c_exchange_api__
     return compiled.records.Plans(PythonPlans(), api, types, asked, marks), asked
 
 
-def found_marks() -> tuple[int, int, int, int]:
+def found_marks() -> tuple[int, int, int, int, int]:
     """Return where this torch keeps the marks and storages of tensors; skip where that is not found."""
     records: Any = compiled.records
-    found: tuple[int, int, int, int] = records.find_marks(plans_module.samples())
+    found: tuple[int, int, int, int, int] = records.find_marks(plans_module.samples())
     if torch.__version__.startswith("2.13."):
-        assert found[1] > 0 and found[3] > 0
-    if found[1] <= 0 or found[3] <= 0:
+        assert found[1] > 0 and found[3] > 0 and found[4] > 0
+    if found[1] <= 0 or found[3] <= 0 or found[4] <= 0:
         pytest.skip("this torch does not tell where it keeps the marks of tensors: it is asked each time")
     return found
 
@@ -291,6 +291,44 @@ def test_torch_is_not_asked_of_tensors_that_are_marked_as_plain() -> None:
     assert asked.times == 3
 
 
+CUT: dict[str, Callable[[], torch.Tensor]] = {
+    "all": lambda: torch.ones(4),
+    "behind another": lambda: torch.ones(8)[4:],
+    "every other": lambda: torch.ones(8)[::2],
+    "column": lambda: torch.ones(4, 2)[:, 1],
+    "matrix": lambda: torch.ones(1, 1, 1, 1, 1, 2, 2),
+}
+
+
+@pytest.mark.parametrize("plans", TYPES)
+@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("left", [0, 1, 15])
+def test_a_tensor_beyond_its_storage_is_never_found(plans: type[PythonPlans], name: str, left: int) -> None:
+    made, tensor = plans(), CUT[name]()
+    storage = tensor.untyped_storage()
+    enough = storage.nbytes()
+    pair = (torch.ones(1), tensor)
+    for _ in range(2):  # the second time with a cached description
+        for inputs, outputs in ((tensor,), ()), ((), (tensor,)), (pair, pair):
+            made.keep(OpKind.SEND, 1, inputs, outputs, plan())
+            assert made.find(OpKind.SEND, 1, inputs, outputs) is not None
+        storage.resize_(left)
+        for inputs, outputs in ((tensor,), ()), ((), (tensor,)), (pair, pair):
+            assert made.find(OpKind.SEND, 1, inputs, outputs) is None
+            assert not made.plain(inputs, outputs)
+        storage.resize_(enough)
+
+
+@c_alone
+def test_torch_is_asked_where_it_does_not_tell_the_length_of_storages() -> None:
+    made, asked = marked((*found_marks()[:4], 0))
+    tensor = torch.ones(4)
+    assert made.plain([tensor], ())
+    tensor.untyped_storage().resize_(15)
+    assert not made.plain([tensor], ())
+    assert asked.times == 2
+
+
 @c_alone
 def test_torch_is_asked_where_its_marks_are_not_found() -> None:
     records: Any = compiled.records
@@ -306,7 +344,7 @@ def test_torch_is_asked_where_its_marks_are_not_found() -> None:
     ]
     for each in wrong:
         found = records.find_marks(each)
-        assert found == (0, 0, 0, 0)
+        assert found == (0, 0, 0, 0, 0)
         made, asked = marked(found)
         assert made.plain([torch.ones(4)], ()) and not made.plain([negated()], ())
         assert asked.times == 2
@@ -327,6 +365,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
     "negated": lambda tensor: setattr(tensor, "data", negated()),
     "storage": lambda tensor: tensor.set_(torch.ones(4).untyped_storage(), 0, (4,), (1,)),
     "freed": lambda tensor: tensor.untyped_storage().resize_(0),
+    "cut": lambda tensor: tensor.untyped_storage().resize_(12),
     "moved": lambda tensor: tensor.untyped_storage().resize_(1 << 20),
     "shared": lambda tensor: tensor.share_memory_(),
     "none": lambda tensor: None,
@@ -338,7 +377,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
 def test_a_tensor_that_has_changed_is_read_anew(change: str) -> None:
     """Its cached description must not serve the changed tensor."""
     found = found_marks()
-    keeping, asking = marked(found)[0], marked((*found[:3], 0))[0]
+    keeping, asking = marked(found)[0], marked((*found[:3], 0, 0))[0]
     tensor, out = torch.ones(4), torch.zeros(4)
     first, before = plan(), out.data_ptr()
     for plans in (keeping, asking):

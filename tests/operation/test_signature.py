@@ -80,7 +80,7 @@ def test_what_is_no_reduction_is_named(op: object) -> None:
         Reduction.of(op)
 
 
-@pytest.mark.parametrize("factor", ["two", None, torch.ones(2)])
+@pytest.mark.parametrize("factor", ["two", None, torch.ones(2), 10**400])
 def test_what_is_no_factor_is_named(factor: object) -> None:
     with pytest.raises(InvalidUsageError, match="factor must be a number or a tensor of one element"):
         premul_sum(factor)

@@ -71,4 +71,4 @@ def note_arrival(
     """Set the source rank of an operation, and copy a received tensor to its target."""
     operation.source = transfer.source
     if target is not None:
-        target.copy_(tensor)
+        target.detach().copy_(tensor)  # it may be the first time outside of the caller's inference mode

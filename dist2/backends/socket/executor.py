@@ -13,7 +13,7 @@ import torch
 
 from dist2.backends.socket.algorithms.schedule import Schedule
 from dist2.backends.socket.layout import Parts
-from dist2.backends.socket.memory import bytes_of, copy_bytes, view_at
+from dist2.backends.socket.memory import bytes_of, copy_bytes, room_of, view_at
 from dist2.backends.socket.overlap import Combine, Meet, Messages, Move, Needs, Place, Reach
 from dist2.backends.socket.plan import NO_PARTS, Plan, plan_of
 from dist2.backends.socket.transport.base import Endpoint, Transfer
@@ -22,7 +22,7 @@ from dist2.errors import MismatchError
 from dist2.operation.kinds import Reduction
 from dist2.operation.parts import PartsClock, parts_log
 from dist2.operation.signature import Operation
-from dist2.operation.storage import flattened
+from dist2.operation.storage import flattened, writable
 from dist2.runtime.cache import keep
 
 SCRATCH_KEPT_BYTES = 64 << 20
@@ -272,8 +272,7 @@ class Memory:
     def elements(self, place: Place, dtype: torch.dtype) -> torch.Tensor:
         """Return a stretch as a flat tensor that may be written to."""
         if self._flat is None:
-            tensor = self.tensor.detach() if self.tensor.requires_grad else self.tensor
-            self._flat = flattened(tensor)
+            self._flat = flattened(writable(self.tensor))
         itemsize = dtype.itemsize
         if place.nbytes == self._flat.numel() * itemsize:
             return self._flat
@@ -308,7 +307,7 @@ class Scratch(Viewed):
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = max(1, -(-nbytes // 16)) * 16  # the largest element is a complex128
-        super().__init__(torch.empty(self.nbytes, dtype=torch.uint8))
+        super().__init__(room_of(self.nbytes))
 
 
 class SlotMemory(Viewed):

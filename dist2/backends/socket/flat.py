@@ -19,6 +19,7 @@ from dist2.backends.socket.script import NativeProgram, Script, native_program, 
 from dist2.backends.socket.staging import Program
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.operation.signature import Operation
+from dist2.operation.storage import writable
 
 LENDING = 1 << 32
 """Published instead of the number of blocks by a rank that prefers to expose its tensors: its slot is empty,
@@ -289,7 +290,7 @@ def addresses(tensors: Tensors, parts: Parts, itemsize: int) -> list[int]:
 
 def tensors_of(tensors: Tensors, parts: Parts, flat: bool) -> Tensors:
     """Return each part as a tensor that may be written to."""
-    whole = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
+    whole = list(map(writable, tensors))
     if parts.single and len(parts.numels) > 1 and whole:
         return torch.split(whole[0].view(-1), list(parts.numels))
     return [tensor if tensor.dim() == 1 else tensor.view(-1) for tensor in whole] if flat else whole

@@ -1,4 +1,7 @@
-"""Raw memory of tensors: addresses, copies, and views on shared memory."""
+"""Raw memory of tensors: addresses, copies, and views on shared memory.
+
+Tensors that outlive a call are made outside of inference mode: those made in it cannot be written to outside.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,13 @@ copy_bytes = move_long
 """``copy_bytes(dst_address, src_address, nbytes)``: half the cost of `Tensor.copy_` for small sizes."""
 
 
+@torch.inference_mode(False)
+def room_of(nbytes: int) -> torch.Tensor:
+    """Return new memory."""
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+@torch.inference_mode(False)
 def view_at(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """Return a tensor over the first bytes of a buffer; writes go through."""
     numel = 1
@@ -22,6 +32,7 @@ def view_at(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> t
     return torch.frombuffer(buffer, dtype=dtype, count=numel).view(shape)
 
 
+@torch.inference_mode(False)
 def tensor_at(address: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
     """Return a flat tensor over memory that is mapped at an address. Keep the mapping alive."""
     if numel == 0:

@@ -85,9 +85,16 @@ def check_supported(reduction: Reduction, dtype: torch.dtype, op: str = "the gro
 
 
 def _check_factor(factor: float | None, dtype: torch.dtype) -> None:
-    if factor is None or (dtype in _INTEGERS and not float(factor).is_integer()):
-        needed = "a whole factor" if dtype in _INTEGERS else "a factor"
-        raise InvalidUsageError(f"op premul_sum needs {needed} for {dtype}, got {factor!r}")
+    if dtype not in _INTEGERS:
+        if factor is None:
+            raise InvalidUsageError(f"op premul_sum needs a factor for {dtype}, got None")
+        return
+    limits = torch.iinfo(dtype)
+    # Compared as integers: the largest int64 is no float.
+    if factor is None or not float(factor).is_integer() or not limits.min <= int(factor) <= limits.max:
+        raise InvalidUsageError(
+            f"op premul_sum needs a whole factor of {limits.min} to {limits.max} for {dtype}, got {factor!r}"
+        )
 
 
 def is_exact(reduction: Reduction, dtype: torch.dtype) -> bool:

@@ -1,12 +1,13 @@
 /* Keys of calls with plain tensors.
 
    Tensors are read by the function that torch publishes for that purpose (dlpack.h): shape, strides, element type
-   and device in one call, without a Python object for each. It does not tell whether a tensor is lazily negated.
-   Asking torch for that takes longer than everything else, because torch releases and takes the interpreter lock.
-   torch keeps this property in a bit set of each tensor. It publishes no access to the set from C, but tells its
-   contents to Python. So `find_marks` searches for the position of the set in sample tensors with known contents. A
-   tensor with no bit other than those of known plain tensors is plain, and torch is not asked. If the position is
-   not found, torch is asked each time. */
+   and device in one call, without a Python object for each. It does not tell whether a tensor is lazily negated, or
+   whether its storage, which may have been made smaller, still has all of its elements. Asking torch for that takes
+   longer than everything else, because torch releases and takes the interpreter lock.
+   torch keeps these properties in a bit set of each tensor, and in the storage. It publishes no access to them from
+   C, but tells them to Python. So `find_marks` searches for their positions in sample tensors with known contents. A
+   tensor with no bit other than those of known plain tensors, inside of its storage, is plain, and torch is not
+   asked. If a position is not found, torch is asked each time. */
 
 #include "keys.h"
 
@@ -14,24 +15,24 @@ enum { CPU = 1, CUDA = 2, ROCM = 10, INTEGER = 0, UNSIGNED = 1, FLOATING = 2, BF
 
 /* ---- Marks: the bit set in which torch keeps properties of a tensor ---- */
 
-/* A tensor, the address of its C++ half, its marks, the address of its storage, and the address of its values. */
+/* A tensor, the address of its C++ half, its marks, and of its storage the address, that of the values, and the length. */
 typedef struct {
     PyObject *tensor;
     unsigned long long half, marks;
     int plain;
-    unsigned long long store, data;
+    unsigned long long store, data, room;
 } Sample;
 
 static int
 read_sample(PyObject *source, Sample *sample)
 {
-    static const char format[] = "OKKpKK;a sample is a tensor, an address, marks, a bool and two more";
+    static const char format[] = "OKKpKKK;a sample is a tensor, an address, marks, a bool and three more";
     if (!PyTuple_Check(source)) {
         PyErr_SetString(PyExc_TypeError, "a sample is a tuple");
         return 0;
     }
     return PyArg_ParseTuple(source, format, &sample->tensor, &sample->half, &sample->marks, &sample->plain,
-                            &sample->store, &sample->data);
+                            &sample->store, &sample->data, &sample->room);
 }
 
 /* The searched values of a sample: in the Python object the address of the C++ half; in the C++ half the marks, or
@@ -81,6 +82,25 @@ find_store(const Sample *samples, Py_ssize_t count)
     return found < 0 ? 0 : found;
 }
 
+/* Find the only offset in storages behind the address of the values at which the length is; 0 if there is none, or
+   more than one. */
+static Py_ssize_t
+find_room(const Sample *samples, Py_ssize_t count)
+{
+    Py_ssize_t found = 0;
+    for (Py_ssize_t at = 3 * sizeof(uint64_t); at < STORE_WORDS * (Py_ssize_t)sizeof(uint64_t); at += sizeof(uint64_t)) {
+        Py_ssize_t alike = 0;
+        for (Py_ssize_t each = 0; each < count; each++) {
+            alike += word_at((const void *)(uintptr_t)samples[each].store, at) == samples[each].room;
+        }
+        if (alike == count && found != 0) {
+            return 0;
+        }
+        found = alike == count ? at : found;
+    }
+    return found;
+}
+
 /* Find the offset of the marks in tensors, and the marks of plain tensors; `plain` is 0 if they cannot be found. */
 static Marks
 marks_of(const Sample *samples, Py_ssize_t count)
@@ -107,6 +127,7 @@ marks_of(const Sample *samples, Py_ssize_t count)
         return none;
     }
     marks.store = find_store(samples, count);
+    marks.room = marks.store == 0 ? 0 : find_room(samples, count);
     return marks;
 }
 
@@ -125,7 +146,7 @@ find_marks(PyObject *Py_UNUSED(module), PyObject *source)
         }
     }
     Marks marks = marks_of(samples, PyTuple_GET_SIZE(source));
-    return Py_BuildValue("nnKn", marks.half, marks.at, (unsigned long long)marks.plain, marks.store);
+    return Py_BuildValue("nnKnn", marks.half, marks.at, (unsigned long long)marks.plain, marks.store, marks.room);
 }
 
 /* ---- Keys ---- */
@@ -151,13 +172,13 @@ is_dense(const View *view)
     return 1;
 }
 
-/* Ask torch whether a tensor's memory holds its values, and not their negatives. */
+/* Ask torch whether a tensor's memory holds its values, all of them, and not their negatives. */
 static int
 is_as_it_lies(const Reader *self, PyObject *tensor)
 {
-    PyObject *negated = PyObject_CallOneArg(self->is_negated, tensor);
-    Py_XDECREF(negated);
-    return negated == Py_False;
+    PyObject *odd = PyObject_CallOneArg(self->is_odd, tensor);
+    Py_XDECREF(odd);
+    return odd == Py_False;
 }
 
 /* Return the word that identifies the device of a tensor; -1 for one whose tensors have no keys here. */
@@ -171,8 +192,8 @@ device_word(const View *view)
     return is_gpu ? (int64_t)view->device_type << 56 | (int64_t)(view->device_id & 0xFF) << 48 : -1;
 }
 
-/* Add a tensor to a key. Return whether it is plain: on the CPU or a GPU, dense, real, not lazily negated, and of no
-   unknown subclass. */
+/* Add a tensor to a key. Return whether it is plain: on the CPU or a GPU, dense, real, not lazily negated, inside of
+   its storage, and of no unknown subclass. */
 static int
 key_add(const Reader *self, Key *key, PyObject *tensor)
 {
@@ -190,7 +211,7 @@ key_add(const Reader *self, Key *key, PyObject *tensor)
         view.code != BOOLEAN) {
         return 0;
     }
-    if (!is_marked_plain(&self->marks, tensor) && !is_as_it_lies(self, tensor)) {
+    if (!(self->marks.room != 0 && is_marked_plain(&self->marks, tensor)) && !is_as_it_lies(self, tensor)) {
         return 0;
     }
     key->words[key->count++] =

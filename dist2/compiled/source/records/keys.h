@@ -16,6 +16,7 @@ typedef struct {
     Py_ssize_t at;   /* and offset of the set in that half; */
     uint64_t plain;  /* the bits that plain tensors may have in it. 0: the offset is not known */
     Py_ssize_t store; /* offset in that half of the storage's address; 0: it is not known */
+    Py_ssize_t room;  /* offset in the storage of its length in bytes; 0: it is not known */
 } Marks;
 
 static inline uint64_t
@@ -40,7 +41,7 @@ is_marked_plain(const Marks *marks, PyObject *tensor)
 /* The objects needed to read tensors. */
 typedef struct {
     PyObject *tensor_types;
-    PyObject *is_negated;
+    PyObject *is_odd;
     PyObject *api_owner;
     ExchangeApi *api;
     Marks marks;
@@ -69,7 +70,8 @@ typedef struct {
     int64_t words[FEW_WORDS];
 } Recent;
 
-/* Read the view of a tensor by torch's function. 0, or that function's error code: views.c. */
+/* Read the view of a tensor by torch's function. 0, or that function's error code, or -1 if the tensor is known to
+   reach beyond its storage: views.c. */
 int view_of(const Reader *self, PyObject *tensor, View *view);
 
 /* Make the key of a call. Return whether its tensors are plain: then it has references to them until `key_drop`.

@@ -206,12 +206,12 @@ plans_grow(Plans *self)
 static PyObject *
 plans_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"others", "api", "tensor_types", "is_negated", "marks", NULL};
-    PyObject *others, *api, *tensor_types, *is_negated;
+    static char *names[] = {"others", "api", "tensor_types", "is_odd", "marks", NULL};
+    PyObject *others, *api, *tensor_types, *is_odd;
     Marks marks = {0};
     unsigned long long plain = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOO!O|(nnKn):Plans", names, &others, &api, &PyTuple_Type,
-                                     &tensor_types, &is_negated, &marks.half, &marks.at, &plain, &marks.store)) {
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOO!O|(nnKnn):Plans", names, &others, &api, &PyTuple_Type,
+                                     &tensor_types, &is_odd, &marks.half, &marks.at, &plain, &marks.store, &marks.room)) {
         return NULL;
     }
     ExchangeApi *functions = exchange_api(api);
@@ -224,7 +224,7 @@ plans_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     }
     self->others = Py_NewRef(others);
     marks.plain = plain;
-    self->reader = (Reader){Py_NewRef(tensor_types), Py_NewRef(is_negated), Py_NewRef(api), functions, marks};
+    self->reader = (Reader){Py_NewRef(tensor_types), Py_NewRef(is_odd), Py_NewRef(api), functions, marks};
     if (plans_reset(self) < 0) {
         Py_DECREF(self);
         return NULL;
@@ -266,7 +266,7 @@ plans_dealloc(Plans *self)
     plans_clear(self);
     Py_XDECREF(self->reader.api_owner);
     Py_XDECREF(self->reader.tensor_types);
-    Py_XDECREF(self->reader.is_negated);
+    Py_XDECREF(self->reader.is_odd);
     Py_TYPE(self)->tp_free(self);
 }
 

@@ -3,7 +3,7 @@
    torch takes 0.17 us to describe a tensor, more than any other part of the call of a short operation. It reads two
    C++ objects: the tensor's C++ half, which has shape, strides, element type and device, and the storage, which has
    the address. So a description is kept with a copy of both objects except their reference counts, and is valid as
-   long as both are equal to the copy bit by bit. A description that refers to other memory, as the shape of a tensor
+   long as both are equal to the copy bit by bit: whether the tensor lies in its storage is asked once. A description that refers to other memory, as the shape of a tensor
    with many dimensions does, is not kept; nor is any kept if the position of these objects is unknown. */
 
 #include "keys.h"
@@ -58,6 +58,22 @@ keep(const Reader *self, Seen *seen, PyObject *tensor, const char *half, const V
     seen->api = self->api;
 }
 
+/* Whether the elements of a dense tensor lie in its storage; those of others are not asked for. */
+static int
+lies_in_store(const Marks *marks, const char *half, const View *view)
+{
+    const char *store = store_of(marks, half);
+    uint64_t bits = (uint64_t)view->lanes * view->bits;
+    for (int axis = 0; axis < view->ndim; axis++) {
+        bits *= (uint64_t)view->shape[axis];
+    }
+    if (bits == 0 || store == NULL) {
+        return bits == 0;
+    }
+    uint64_t data = word_at(store, 2 * sizeof(uint64_t)), start = (uint64_t)(uintptr_t)view->data + view->offset;
+    return data <= start && start - data + (bits + 7) / 8 <= word_at(store, marks->room);
+}
+
 int
 view_of(const Reader *self, PyObject *tensor, View *view)
 {
@@ -73,6 +89,9 @@ view_of(const Reader *self, PyObject *tensor, View *view)
     }
     int failed = self->api->read(tensor, view);
     if (!failed && half != NULL) {
+        if (self->marks.room != 0 && !lies_in_store(&self->marks, half, view)) {
+            return -1;
+        }
         keep(self, seen, tensor, half, view);
     }
     return failed;

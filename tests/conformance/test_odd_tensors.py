@@ -1,0 +1,222 @@
+"""Tensors that torch guards or that have lost memory: taken, or refused before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from support.ranks import Tenant, run_ranks
+from torch.distributed import ReduceOp
+
+from dist2 import InvalidUsageError, ProcessGroup, premul_sum
+
+TENANTS = (
+    Tenant("inproc", "socket", {"transport": "inproc"}),
+    Tenant("tcp", "socket", {"transport": "tcp"}),
+    Tenant("shm", "socket", {"transport": "shm"}),
+    Tenant("hosts", "socket", layout=(0, 1)),
+)
+ON_ALL = pytest.mark.parametrize("tenant", TENANTS, ids=str)
+
+Make = Callable[[int], torch.Tensor]
+Call = Callable[[ProcessGroup, torch.Tensor, Make], object]
+"""A call on a tensor and others, made by a function of their lengths."""
+
+COLLECTIVES: dict[str, Call] = {
+    "all_reduce": lambda pg, tensor, make: pg.all_reduce(tensor),
+    "all_reduce max": lambda pg, tensor, make: pg.all_reduce(tensor, ReduceOp.MAX),
+    "all_reduce avg": lambda pg, tensor, make: pg.all_reduce(tensor, ReduceOp.AVG),
+    "all_reduce premul": lambda pg, tensor, make: pg.all_reduce(tensor, premul_sum(1)),
+    "all_reduce async": lambda pg, tensor, make: pg.all_reduce(tensor, async_op=True).wait(),
+    "coalesced": lambda pg, tensor, make: pg.all_reduce_coalesced([make(3), tensor]),
+    "c10d": lambda pg, tensor, make: pg.allreduce([tensor]).wait(),
+    "broadcast": lambda pg, tensor, make: pg.broadcast(tensor),
+    "reduce": lambda pg, tensor, make: pg.reduce(tensor),
+    "all_gather": lambda pg, tensor, make: pg.all_gather(
+        [make(tensor.numel()), tensor], make(tensor.numel())
+    ),
+    "all_gather of": lambda pg, tensor, make: pg.all_gather([make(tensor.numel()) for _ in range(2)], tensor),
+    "all_gather_single": lambda pg, tensor, make: pg.all_gather_single(tensor, make(tensor.numel() // 2)),
+    "all_gather_single of": lambda pg, tensor, make: pg.all_gather_single(make(2 * tensor.numel()), tensor),
+    "reduce_scatter": lambda pg, tensor, make: pg.reduce_scatter(
+        make(tensor.numel()), [tensor, make(tensor.numel())]
+    ),
+    "reduce_scatter_single": lambda pg, tensor, make: pg.reduce_scatter_single(
+        tensor, make(2 * tensor.numel())
+    ),
+    "gather": lambda pg, tensor, make: pg.gather(
+        [make(tensor.numel()) for _ in range(2)] if pg.rank() == 0 else None, tensor
+    ),
+    "scatter": lambda pg, tensor, make: pg.scatter(
+        tensor, [make(tensor.numel()) for _ in range(2)] if pg.rank() == 0 else None
+    ),
+    "all_to_all": lambda pg, tensor, make: pg.all_to_all(
+        [make(tensor.numel()), tensor], [make(tensor.numel()) for _ in range(2)]
+    ),
+    "all_to_all of": lambda pg, tensor, make: pg.all_to_all(
+        [make(tensor.numel()) for _ in range(2)], [make(tensor.numel()), tensor]
+    ),
+    "all_to_all_single": lambda pg, tensor, make: pg.all_to_all_single(tensor, make(tensor.numel())),
+}
+
+
+def both(pg: ProcessGroup, out: torch.Tensor, into: torch.Tensor, *, background: bool) -> None:
+    """Send a tensor to the other rank while receiving from it."""
+    work = pg.isend(out, 1 - pg.rank())
+    if background:
+        pg.irecv(into, 1 - pg.rank()).wait()
+    else:
+        pg.recv(into, 1 - pg.rank())
+    work.wait()
+
+
+MESSAGES: dict[str, Call] = {
+    "recv": lambda pg, tensor, make: both(pg, make(tensor.numel()), tensor, background=False),
+    "irecv": lambda pg, tensor, make: both(pg, make(tensor.numel()), tensor, background=True),
+    "send": lambda pg, tensor, make: both(pg, tensor, make(tensor.numel()), background=False),
+}
+
+
+def inferred(numel: int) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(numel)
+
+
+MODES: dict[str, tuple[Make, bool]] = {
+    "tensors of inference mode outside": (inferred, False),
+    "inside": (inferred, True),
+    "plain ones inside": (torch.ones, True),
+    "plain ones": (torch.ones, False),
+}
+
+
+def under(inference: bool, call: Callable[[], object]) -> None:
+    with torch.inference_mode(inference):
+        call()
+
+
+@ON_ALL
+@pytest.mark.parametrize("numel", [2, 400_000])
+@pytest.mark.parametrize("first", MODES)
+def test_inference_mode_makes_no_difference(tenant: Tenant, first: str, numel: int) -> None:
+    """In any order: what the first call keeps, such as scratch, serves the others."""
+
+    def body(pg: ProcessGroup) -> None:
+        for name in (first, *MODES):
+            make, inference = MODES[name]
+            for call in (*COLLECTIVES.values(), *MESSAGES.values()):
+                under(inference, lambda call=call, make=make: call(pg, make(numel), make))
+            tensor = make(numel)
+            under(inference, lambda tensor=tensor: pg.all_reduce(tensor))
+            assert tensor.min() == tensor.max() == 2, name
+
+    run_ranks(2, body, tenant)
+
+
+@ON_ALL
+@pytest.mark.parametrize("numel", [2, 400_000])
+def test_inference_mode_on_strided_tensors_in_the_background(tenant: Tenant, numel: int) -> None:
+    """A receive that ends in another thread copies its message outside of the caller's mode."""
+
+    def body(pg: ProcessGroup) -> None:
+        with torch.inference_mode():
+            into = torch.zeros(2 * numel)[::2]
+            work = pg.irecv(into, 1 - pg.rank())
+            reduced = torch.ones(2 * numel)[::2]
+            reducing = pg.all_reduce(reduced, async_op=True)
+        pg.send(torch.ones(numel), 1 - pg.rank())
+        work.wait()
+        reducing.wait()
+        assert into.min() == 1 and reduced.min() == reduced.max() == 2
+
+    run_ranks(2, body, tenant)
+
+
+SHAPES: dict[str, Make] = {
+    "whole": torch.ones,
+    "behind others": lambda numel: torch.ones(2 * numel)[numel:],
+    "every other": lambda numel: torch.ones(2 * numel)[::2],
+}
+
+
+@ON_ALL
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("left", [0, 4])
+def test_a_tensor_beyond_its_storage_is_refused_before_anything_is_sent(
+    tenant: Tenant, shape: str, left: int
+) -> None:
+    def refuse(call: Callable[[], object]) -> None:
+        with pytest.raises(InvalidUsageError, match=r"made smaller|its storage was freed"):
+            call()
+
+    def body(pg: ProcessGroup) -> None:
+        for call in COLLECTIVES.values():
+            tensor = SHAPES[shape](64)
+            call(pg, tensor, torch.ones)  # from now on there is a plan
+            tensor.untyped_storage().resize_(left)
+            refuse(lambda call=call, tensor=tensor: call(pg, tensor, torch.ones))
+        tensor = SHAPES[shape](64)
+        both(pg, tensor, torch.ones(64), background=False)
+        both(pg, torch.ones(64), tensor, background=True)
+        tensor.untyped_storage().resize_(left)
+        for message in (pg.send, pg.isend, pg.recv, pg.irecv):
+            refuse(lambda message=message: message(tensor, 1 - pg.rank()))
+        refuse(lambda: pg.recv(tensor))
+        with pg.coalescing() as batch:
+            assert batch is not None
+            refuse(lambda: pg.all_reduce(tensor))
+            pg.all_reduce(torch.ones(3))
+        result = torch.ones(2)
+        pg.all_reduce(result)
+        assert result.tolist() == [2, 2]
+
+    run_ranks(2, body, tenant)
+
+
+INTEGERS = (
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+)
+
+
+def factors(dtype: torch.dtype) -> Iterator[float]:
+    """Yield factors that a dtype cannot hold."""
+    limits = torch.iinfo(dtype)
+    yield from (
+        1e30,
+        -1e30,
+        float("inf"),
+        float("nan"),
+        0.5,
+        float(limits.max + 1),
+        float(limits.min) * 2 - 1,
+    )
+
+
+@ON_ALL
+def test_factors_that_integers_cannot_hold_are_refused_before_anything_is_sent(tenant: Tenant) -> None:
+    def body(pg: ProcessGroup) -> None:
+        for dtype in INTEGERS:
+            for factor in factors(dtype):
+                op = premul_sum(factor)
+                tensor, part = torch.ones(4).to(dtype), torch.ones(2).to(dtype)
+                for call in (
+                    lambda tensor=tensor, op=op: pg.all_reduce(tensor, op),
+                    lambda tensor=tensor, op=op: pg.all_reduce(tensor, op, async_op=True),
+                    lambda tensor=tensor, op=op: pg.reduce(tensor, 0, op),
+                    lambda tensor=tensor, part=part, op=op: pg.reduce_scatter_single(part, tensor, op),
+                ):
+                    with pytest.raises(InvalidUsageError, match=r"premul_sum needs a whole factor of"):
+                        call()
+            fitting = torch.ones(2).to(dtype)
+            pg.all_reduce(fitting, premul_sum(60))
+            assert fitting.tolist() == [120, 120]
+
+    run_ranks(2, body, tenant)
