@@ -5,9 +5,11 @@ Each process gets ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``
 where ranks meet, on loopback and at a port that the kernel chooses; no other process can take that port in
 between.
 
-If a rank fails, the others get ``SIGTERM``, and ``SIGKILL`` after a grace period. The exit code is that of
-the rank that failed first. With ``--max-restarts`` all ranks start again, with a new store. torchrun does
-more: several hosts, and a number of ranks that changes.
+If a rank fails, the others get ``SIGTERM``, and ``SIGKILL`` after a grace period. The rank that ends first is
+often not the cause: ranks report their errors at exit, and the launcher follows the ranks that these blame.
+The exit code is that of the cause, if it has failed, else that of the rank that failed first. With
+``--max-restarts`` all ranks start again, with a new store. torchrun does more: several hosts, and a number of
+ranks that changes.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ import selectors
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 import attrs
@@ -27,8 +31,12 @@ import attrs
 from dist2.launch import serve_ranks
 from dist2.runtime.config import child_environment
 from dist2.runtime.deadline import deadline_in, remaining_s
+from dist2.runtime.exit_report import VARIABLE, ExitReport, read_report
+from dist2.runtime.rank_names import rank_names
 
 GRACE_S = 5.0
+_CAUSE_S = 1.0
+"""How long ranks that another one blames may take to end before they count as running."""
 _HOST = "127.0.0.1"
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -38,13 +46,17 @@ class Ended:
     """How the ranks ended.
 
     Attributes:
-        code: Exit code: 0, that of the rank that failed first, or 128 and the number of a signal.
-        rank: The rank that failed first; None if none did.
+        code: Exit code: 0, that of the rank whose failure is the cause, or 128 and the number of a signal.
+        rank: That rank; None if none failed.
+        words: Its end, in words that follow the name of the rank.
+        blames: Ranks that its error blames, and that have not failed themselves.
         stopped: Whether this process was told to stop.
     """
 
     code: int
     rank: int | None = None
+    words: str = ""
+    blames: tuple[int, ...] = ()
     stopped: bool = False
 
 
@@ -59,6 +71,7 @@ class Ranks:
 
     def __init__(self, command: Sequence[str], count: int, attempt: int) -> None:
         self._lease = serve_ranks(_HOST)
+        self._reports = tempfile.TemporaryDirectory(prefix="dist2-run-")
         common = {
             "MASTER_ADDR": _HOST,
             "MASTER_PORT": str(self._lease.server.port),
@@ -70,7 +83,8 @@ class Ranks:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._signal = 0
         for rank in range(count):
-            environment = child_environment({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), VARIABLE: str(self._report_of(rank))}
+            environment = child_environment({**common, **own})
             self._processes.append(subprocess.Popen(command, env=environment))
 
     def wait(self) -> Ended:
@@ -90,12 +104,38 @@ class Ranks:
                         del running[key.fd]
                         code = self._processes[rank].wait()
                         if code and failed is None:
-                            failed = Ended(code if code > 0 else 128 - code, rank)
+                            failed = self._cause(rank)
         if self._signal:
             failed = Ended(128 + self._signal, stopped=True)
         self._stop([process for process in self._processes if process.poll() is None])
         self._lease.give_back()
+        self._reports.cleanup()
         return failed or Ended(0)
+
+    def _report_of(self, rank: int) -> Path:
+        return Path(self._reports.name, f"rank-{rank}.json")
+
+    def _cause(self, rank: int) -> Ended:
+        """Return the end of the rank that made a rank fail: that which its error blames, if it has failed."""
+        seen, deadline_ns = {rank}, deadline_in(_CAUSE_S)
+        while True:
+            report = read_report(self._report_of(rank))
+            blamed = () if report is None else tuple(each for each in report.blames if each not in seen)
+            failed = next((each for each in blamed if self._fails(each, deadline_ns)), None)
+            if failed is None:
+                break
+            rank = failed
+            seen.add(rank)
+        code = self._processes[rank].returncode
+        return Ended(code if code > 0 else 128 - code, rank, _words(code, report), blamed)
+
+    def _fails(self, rank: int, deadline_ns: int) -> bool:
+        """Whether a rank has ended with an error, or does so until a time."""
+        if not 0 <= rank < len(self._processes):
+            return False
+        with suppress(subprocess.TimeoutExpired):
+            return self._processes[rank].wait(remaining_s(deadline_ns)) != 0
+        return False
 
     @contextmanager
     def _watching(self) -> Iterator[dict[int, int | None]]:
@@ -148,10 +188,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if ended.rank is not None:
             again = attempt < given.max_restarts
             then = "starting all ranks again" if again else "the other ranks were stopped"
-            sys.stderr.write(f"rank {ended.rank} ended with exit code {ended.code}; {then}\n")
+            cause = f"the cause is {rank_names(ended.blames)}: " if ended.blames else ""
+            sys.stderr.write(f"{cause}{rank_names([ended.rank])} {ended.words}; {then}\n")
         if ended.code == 0 or ended.stopped:
             break
     return ended.code
+
+
+def _words(code: int, report: ExitReport | None) -> str:
+    """Return how a rank ended, in words that follow its name."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}{'' if report is None else f' ({report.words})'}"
 
 
 def _count(text: str) -> int:

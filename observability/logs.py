@@ -14,6 +14,7 @@ from structlog.typing import FilteringBoundLogger
 from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.operation.signature import GroupInfo, Operation
 from dist2.runtime.deadline import seconds
+from observability.flight_recorder import global_rank
 
 if TYPE_CHECKING:
     from dist2.group.process_group import ProcessGroup
@@ -81,7 +82,12 @@ class _Handler(logging.StreamHandler[TextIO]):
 def fields_of(about: GroupInfo | Operation) -> dict[str, str | int]:
     """Return the fields of a log line about a group, or an operation on it."""
     if isinstance(about, GroupInfo):
-        return {"rank": about.rank, "world_size": about.world_size, "group": about.name}
+        fields: dict[str, str | int] = {
+            "rank": global_rank(about),
+            "world_size": about.world_size,
+            "group": about.name,
+        }
+        return fields if about.rank == fields["rank"] else {**fields, "group_rank": about.rank}
     if not isinstance(about, Operation):
         raise ArgumentTypeError(
             f"about must be the info of a group (pg.info) or an operation, "

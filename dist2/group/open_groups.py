@@ -12,6 +12,7 @@ import torch
 
 from dist2.errors import GroupAbortedError, InvalidUsageError
 from dist2.runtime.deadline import deadline_in
+from dist2.runtime.exit_report import report
 from dist2.runtime.process import AtExit, InChild, at_exit, end_with_multiprocessing, in_child, raised
 from dist2.runtime.rank_names import host_and_pid
 from dist2.runtime.signals import holds_no_lock
@@ -164,7 +165,10 @@ def _forbid_in_child() -> None:
 def _abort_forgotten() -> None:
     """At exit: abort groups that were not closed, so that no thread or peer waits for them."""
     forgotten = open_groups()
-    reason = raised() or _left_open()
+    error = raised()
+    if error is not None:
+        report(error)
+    reason = error or _left_open()
     for group in forgotten:
         group._abort_for(reason)
     deadline_ns = deadline_in(_EXIT_S)

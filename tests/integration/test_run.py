@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.programs import Ended, processes_with, run, start
+from support.rank_texts import misnamed
 from support.warm_interpreter import CHILDREN, warm_executable, warm_python
 
 from dist2.run import main
@@ -67,6 +68,68 @@ def test_a_failure_ends_all_and_gives_its_code(tmp_path: Path) -> None:
     assert ended.code == 3, ended
     assert "rank 1 ended with exit code 3; the other ranks were stopped" in ended.errors
     assert not processes_with(str(program))
+
+
+LATE_IN_A_SUBGROUP = """
+import signal
+import torch, dist2
+
+world = dist2.new_group("socket", 30)
+tp = world.split([1, 2], name="tp")
+if world.rank() == 1:
+    tp.all_reduce(torch.ones(2), timeout=0.3)
+signal.pause()
+"""
+
+SLOW_TO_END = """
+import atexit, os, sys, time
+import torch, dist2
+
+pg = dist2.new_group("socket", 30)
+pg.barrier()
+others_have_ended = sys.argv[1]
+if pg.rank() == 1:
+    def wait():
+        while not os.path.exists(others_have_ended):
+            time.sleep(0.01)
+    atexit.register(wait)  # runs after the others know of the error
+    with pg:
+        raise ValueError("no data in shard 7")
+try:
+    pg.all_reduce(torch.ones(2))
+except dist2.PeerLostError as error:
+    atexit.register(open, others_have_ended, "w")
+    raise RuntimeError("the step failed") from error
+"""
+
+
+def test_the_rank_that_others_wait_for_is_named_as_the_cause(tmp_path: Path) -> None:
+    ended = run(command("-n", "3", written(tmp_path, LATE_IN_A_SUBGROUP)))
+    note = ended.errors.splitlines()[-1]
+    assert ended.code == 1, ended
+    assert note.startswith("the cause is rank 2: rank 1 ended with exit code 1 (OperationTimeoutError: "), (
+        ended
+    )
+    assert not misnamed(note.partition("(")[2], "tp", (1, 2)), ended
+    assert "rank 2 (rank 1 of tp, host " in note, ended
+
+
+def test_the_error_that_made_others_fail_is_named_although_they_end_first(tmp_path: Path) -> None:
+    ended = run(command("-n", "3", written(tmp_path, SLOW_TO_END), tmp_path / "others have ended"))
+    assert ended.code == 1, ended
+    note = ended.errors.splitlines()[-1]
+    assert note == (
+        "rank 1 ended with exit code 1 (ValueError: no data in shard 7); the other ranks were stopped"
+    ), ended
+
+
+def test_a_rank_that_is_killed_is_named_with_the_signal(tmp_path: Path) -> None:
+    program = written(tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    ended = run(command("-n", "1", program))
+    assert (ended.code, ended.errors.splitlines()[-1]) == (
+        128 + signal.SIGKILL,
+        "rank 0 was killed by SIGKILL; the other ranks were stopped",
+    )
 
 
 def test_a_signal_ends_all(tmp_path: Path) -> None:

@@ -48,6 +48,13 @@ def test_json_lines_bear_what_is_bound(capsys: pytest.CaptureFixture[str]) -> No
     assert "rank" not in after
 
 
+def test_lines_about_a_subgroup_have_the_rank_of_the_job(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs(json=True)
+    with log_context(info_of(1, 2, uid="tp", global_ranks=(1, 2))):
+        structlog.get_logger().info("late")
+    assert lines(capsys)[0].items() >= {"rank": 2, "group": "tp", "group_rank": 1}.items()
+
+
 def test_what_is_bound_stays_in_its_thread(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logs(json=True)
     with log_context(info_of(3, 4)):
