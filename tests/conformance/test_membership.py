@@ -1,4 +1,4 @@
-"""Revoke, agree, shrink and coming together again, with ranks as threads, on every transport."""
+"""Revoke, agree, shrink and coming together again, with ranks as threads, on every backend and transport."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import TENANTS, Tenant, run_ranks
+from support.ranks import TENANTS, Tenant, plugin_tenants, run_ranks
 
 from dist2 import (
     Agreement,
@@ -23,8 +23,8 @@ from dist2 import (
     ProcessGroup,
 )
 
-SOCKETS = [tenant for tenant in TENANTS if tenant.backend in ("socket", "nccl", "gloo")]
-pytestmark = pytest.mark.parametrize("tenant", SOCKETS, ids=str)
+PLUGINS = [tenant for tenant in plugin_tenants() if tenant.name in ("compiled", "duck")]
+pytestmark = pytest.mark.parametrize("tenant", [*TENANTS, *PLUGINS], ids=str)
 
 
 def total(pg: ProcessGroup) -> float:
