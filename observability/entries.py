@@ -95,7 +95,7 @@ def entries_of(recorder: FlightRecorder, rank: int, after_ns: int = 0) -> tuple[
     newest_ns = after_ns
     called: dict[GroupInfo, list[tuple[int, int]]] = {}
     torn = True
-    for operation in reversed(recorder.operations()):
+    for operation in reversed(recorder.recent()):
         signature, began_ns = operation.signature, operation.started_ns
         if began_ns == 0:
             continue  # in this very moment

@@ -1,8 +1,9 @@
 """The flight recorder: the last operations of this process, always on, written out when something is wrong.
 
-Recording is one append to a bounded deque; records are the `Operation` objects themselves, which hold
-no tensors. `dump_flight_recorder` writes the format that PyTorch's analyser ``torchfrtrace`` reads, so
-that the dumps of all ranks together name the rank that fell behind or called something else.
+Recording is one append to a ring (`observability.ring`); records are the `Operation` objects themselves,
+which hold no tensors. Of each group the last ones are kept, however busy other groups are.
+`dump_flight_recorder` writes the format that PyTorch's analyser ``torchfrtrace`` reads, so that the dumps of
+all ranks together name the rank that fell behind or called something else.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import attrs
 
@@ -28,9 +29,10 @@ from dist2.operation.runner import LIBRARY_PATHS
 from dist2.operation.signature import FIELDS, GroupInfo, Operation, Signature, State
 from dist2.runtime.config import DEFAULT_RECORDER_SIZE, Config
 from observability.frames import frames_of_threads
+from observability.ring import PythonRing
 
 if TYPE_CHECKING:
-    from dist2.compiled._records import Tally
+    from dist2.compiled._records import Ring, Tally
     from dist2.group.process_group import ProcessGroup
 
 Channel = tuple[GroupInfo, int, int, int]
@@ -38,6 +40,9 @@ Channel = tuple[GroupInfo, int, int, int]
 
 CLOSED_GROUPS = 64
 """Closed groups whose messages stay counted, as other ranks may still have the group open."""
+
+KEPT = 64
+"""Operations of a group that are kept when others displace them."""
 
 Format = Literal["pickle", "json"]
 
@@ -63,6 +68,7 @@ class PythonTally:
 
 
 _Tally = PythonTally if records is None else records.Tally
+_Ring: Any = PythonRing if records is None else records.Ring
 
 
 class Frame(NamedTuple):
@@ -136,7 +142,8 @@ class Recording:
         rank: The rank in the job.
         operations: In the order of their calls.
         groups: The groups that are open or have operations above, in the order they are known.
-        complete: Whether it goes back to the first operation of the process.
+        since_ns: Monotonic nanosecond of the earliest call since which no operation is missing; 0 if it goes
+            back to the first operation of the process.
         delivered: Messages that were sent or received since the start, by channel.
         epoch_offset_ns: Nanoseconds since 1970 of the zero of the monotonic clock.
         taken_ns: Monotonic nanosecond of that moment.
@@ -147,11 +154,16 @@ class Recording:
     rank: int
     operations: tuple[Operation, ...]
     groups: tuple[GroupInfo, ...]
-    complete: bool
+    since_ns: int
     delivered: Mapping[Channel, int]
     epoch_offset_ns: int
     taken_ns: int
     frames: Mapping[Operation, tuple[Frame, ...]] = attrs.field(factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        """Whether it goes back to the first operation of the process."""
+        return not self.since_ns
 
 
 def global_rank(info: GroupInfo) -> int:
@@ -163,7 +175,8 @@ class FlightRecorder:
     """An instrument that keeps the operations begun last.
 
     Args:
-        capacity: How many operations are kept.
+        capacity: How many operations are kept; besides these, of each group the last `KEPT` that later ones
+            have displaced.
 
     Attributes:
         on_broken: Called with an operation whose failure has left its group of no use.
@@ -180,7 +193,7 @@ class FlightRecorder:
     def __init__(self, capacity: int = DEFAULT_RECORDER_SIZE) -> None:
         if capacity < 1:
             raise InvalidUsageError(f"capacity must be at least 1, got {capacity}")
-        self._ring: deque[Operation] = deque(maxlen=capacity)
+        self._ring: PythonRing | Ring[Operation] = _Ring(capacity, KEPT)
         self._groups: dict[GroupInfo, None] = {}
         self._closed: deque[GroupInfo] = deque()
         self._delivered: dict[Channel, PythonTally | Tally] = {}
@@ -188,7 +201,7 @@ class FlightRecorder:
         self._lock = threading.Lock()
         self.on_broken: list[Callable[[Operation], None]] = []
         # The method below without a Python frame: it is called before every operation.
-        self.operation_started = self._ring.append  # type: ignore[assignment, method-assign]  # in place of the method
+        self.operation_started = self._ring  # type: ignore[method-assign]  # in place of the method
         if records is not None:  # and this one in C
             self.operation_finished = records.Tallying(  # type: ignore[method-assign]  # in place of the method
                 _MESSAGES, self._by_signature, self.operation_finished
@@ -200,6 +213,7 @@ class FlightRecorder:
         """Take up a group. Idempotent."""
         with self._lock:
             self._groups[group.info] = None
+            self._ring.watch(group.info)
 
     def group_closed(self, group: ProcessGroup) -> None:
         """Forget a group, except its operations in the ring; its counts of messages are forgotten later."""
@@ -209,12 +223,13 @@ class FlightRecorder:
             self._closed.append(group.info)
             if len(self._closed) > CLOSED_GROUPS:
                 forgotten = self._closed.popleft()
+                self._ring.forget(forgotten)
                 for channel in [channel for channel in self._delivered if channel[0] is forgotten]:
                     del self._delivered[channel]
 
     def operation_started(self, operation: Operation) -> None:
         """Record an operation."""
-        self._ring.append(operation)
+        self._ring(operation)
 
     def operation_finished(self, operation: Operation) -> None:
         """Count a message; let go of an exception. A successful collective costs two comparisons."""
@@ -233,7 +248,7 @@ class FlightRecorder:
     # Readings
 
     def operations(self) -> list[Operation]:
-        """Return the records of all ranks of this process, about in the order of their calls.
+        """Return the records of all ranks of this process, those of a group about in the order of the calls.
 
         Examples:
             >>> recorder = observability.FlightRecorder(100)
@@ -244,7 +259,17 @@ class FlightRecorder:
             {'barrier'}
         """
         with self._lock:
-            return list(self._ring)
+            return [*self._ring.displaced(), *self._ring.recent()]
+
+    def recent(self) -> list[Operation]:
+        """Return the records without those that others have displaced, about in the order of their calls.
+
+        Examples:
+            >>> observability.FlightRecorder(100).recent()
+            []
+        """
+        with self._lock:
+            return self._ring.recent()
 
     def delivered(self) -> dict[Channel, int]:
         """Return how many messages were sent or received since the start, by channel.
@@ -278,7 +303,7 @@ class FlightRecorder:
             True
         """
         with self._lock:
-            groups = {*self._groups, *(each.signature.group for each in self._ring)}
+            groups = {*self._groups, *(each.signature.group for each in self._ring.recent())}
         return sorted({global_rank(info) for info in groups})
 
     def recording(self, rank: int | None = None) -> Recording:
@@ -297,19 +322,21 @@ class FlightRecorder:
         taken_ns = time.monotonic_ns()
         epoch_offset_ns = time.time_ns() - taken_ns
         with self._lock:
-            recorded = list(self._ring)
+            recent = self._ring.recent()
+            since_ns = min(each.created_ns for each in recent) if self._ring.is_full else 0
+            recorded = [*self._ring.displaced(), *recent]
             groups = {**self._groups, **dict.fromkeys(each.signature.group for each in recorded)}
             delivered = {channel: tally.count for channel, tally in self._delivered.items()}
         if rank is None:
             rank = next((global_rank(info) for info in groups), 0)
         operations = [each for each in recorded if global_rank(each.signature.group) == rank]
-        # A failed operation was recorded again; queued ones begin later than they were called.
+        # Queued operations begin later than they were called.
         operations.sort(key=lambda operation: operation.created_ns)
         return Recording(
             rank=rank,
             operations=tuple(operations),
             groups=tuple(info for info in groups if global_rank(info) == rank),
-            complete=len(recorded) < (self._ring.maxlen or 0),
+            since_ns=since_ns,
             delivered=delivered,
             epoch_offset_ns=epoch_offset_ns,
             taken_ns=taken_ns,
@@ -347,12 +374,9 @@ class FlightRecorder:
 
     def _replace(self, operation: Operation, error: BaseException) -> None:
         """Record a failed operation anew, without the frames that its exception holds."""
+        copy = _without_frames(operation, error, user_frames(sys._getframe()))
         with self._lock:
-            try:
-                self._ring.remove(operation)
-            except ValueError:
-                return  # already overwritten
-            self._ring.append(_without_frames(operation, error, user_frames(sys._getframe())))
+            self._ring.replace(operation, copy)
 
 
 def _without_frames(operation: Operation, error: BaseException, frames: tuple[Frame, ...]) -> Operation:

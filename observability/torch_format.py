@@ -9,8 +9,9 @@ fields. Records that it would misread are written in another form (all verified 
 - It takes a point-to-point operation in a group for a collective that others did not join. So the
   messages of one channel (source, destination, tag) form a group of their own with those two members,
   in which the n-th send meets the n-th receive.
-- It drops entries below the highest first ``record_id`` of all ranks, as a full ring begins later. Ours
-  count collectives of the widest group, on which all ranks agree, not records, on which they do not.
+- It drops entries below the highest first ``record_id`` of all ranks, as a full ring begins later. Ours are
+  made of numbers on which all ranks agree: the latest collective of the widest group, which is kept however
+  busy other groups are, and the number of the collective in its own group.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import attrs
 import torch
 
 from dist2.operation.kinds import OpKind
@@ -72,8 +74,11 @@ Sizes = list[list[int]]
 
 def dump_of(recording: Recording) -> dict[str, Any]:
     """Return the dump of one rank: plain dictionaries, lists, numbers and text."""
-    writer = _Writer(recording)
-    entries = [writer.entry(record_id, operation) for record_id, operation in _numbered(recording)]
+    numbered = sorted(_numbered(recording), key=lambda pair: pair[0])
+    if recording.complete and numbered:
+        numbered[0] = (0, numbered[0][1])
+    writer = _Writer(recording, [operation for _, operation in numbered])
+    entries = [writer.entry(record_id, operation) for record_id, operation in numbered]
     return {
         "version": VERSION,
         "entries": entries,
@@ -102,20 +107,31 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _numbered(recording: Recording) -> Iterable[tuple[int, Operation]]:
-    """Yield (record id, operation); ids of equal value stand for the same moment on all ranks.
+    """Yield (record id, operation); of an id, all ranks that have one drop the same operations.
 
-    Where the ring has dropped operations, those before the first collective of the widest group that is
-    left are dropped too: some of their moment are gone.
+    Where the ring has dropped operations, the moment in which it begins is known by the last collective of
+    the widest group before. Of that moment, collectives are in order of their numbers; messages have no
+    number on which ranks agree, so they are dropped: some of them are gone.
     """
     widest = _widest_group(recording)
-    moment, index = 0, 0
-    for operation in recording.operations:
-        signature = operation.signature
-        if signature.group is widest and not signature.kind.is_p2p:
-            moment, index = operation.seq, 0
-        if moment or recording.complete or widest is None:
-            yield moment * _INTERVAL + index, operation
-            index += 1
+    moment, is_whole, last = 0, recording.complete, None
+    for index, operation in enumerate(recording.operations):
+        signature, is_recent = operation.signature, operation.created_ns >= recording.since_ns
+        if widest is None:
+            yield index, operation
+        elif signature.group is widest and not signature.kind.is_p2p:
+            moment, is_whole = operation.seq, is_whole or is_recent
+            if is_recent:
+                yield moment * _INTERVAL + _INTERVAL - 1, operation
+            last = operation
+        elif is_recent:
+            if last is not None and last.created_ns < recording.since_ns:
+                yield last.seq * _INTERVAL + _INTERVAL - 1, last
+                last = None
+            if not signature.kind.is_p2p:
+                yield moment * _INTERVAL + min(operation.seq, _INTERVAL - 2), operation
+            elif is_whole:
+                yield moment * _INTERVAL, operation
 
 
 def _widest_group(recording: Recording) -> GroupInfo | None:
@@ -131,11 +147,11 @@ def _widest_group(recording: Recording) -> GroupInfo | None:
 class _Writer:
     """Writes the entries of one recording, and collects the groups that they name."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, written: Sequence[Operation]) -> None:
         self._recording = recording
         self._pg_ids = {info: number for number, info in enumerate(recording.groups)}
         self._channel_ids: dict[str, int] = {}
-        self._messages = first_messages(recording)
+        self._messages = first_messages(attrs.evolve(recording, operations=tuple(written)))
         self._op_ids: Counter[GroupInfo] = Counter()
         self.pg_config = {info.uid: _group_config(info) for info in recording.groups}
 

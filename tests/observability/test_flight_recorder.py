@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,13 @@ import torch
 from support.fake_groups import FakeGroup, info_of, metas
 from support.torch_analyser import analyse, complaints
 
+from dist2.compiled import records
 from dist2.errors import InvalidUsageError, PeerLostError
 from dist2.operation.kinds import OpKind
 from dist2.operation.signature import Signature, State
-from observability.flight_recorder import FlightRecorder, dump_flight_recorder, encode
+from observability import flight_recorder
+from observability.flight_recorder import FlightRecorder, dump_flight_recorder, encode, error_text
+from observability.ring import PythonRing
 from observability.torch_format import dtype_name
 from observability.tracing import write_trace
 
@@ -274,6 +278,27 @@ def test_rings_that_wrapped_at_different_points_are_aligned(job: NewJob) -> None
     assert "missing ranks: {2}" in printed
 
 
+@pytest.mark.parametrize("ahead", [0, 3], ids=["in step", "one group ahead"])
+def test_a_slow_group_is_analysed_though_a_busy_one_has_filled_the_ring(job: NewJob, ahead: int) -> None:
+    """Pairs of ranks are busy; all ranks meet seldom, and then one does not come."""
+    ranks = job(4, capacity=64)
+    pairs = [*ranks.subgroup([0, 1], "pair 0"), *ranks.subgroup([2, 3], "pair 1")]
+    for _ in range(3):
+        for group in ranks.groups:
+            group.run()
+        exchange(ranks, 0, 1)
+        for rank, pair in enumerate(pairs):
+            for _ in range(100 + (ahead if rank < 2 else 0)):
+                pair.run()
+    _, printed = ranks.verdict()
+    assert complaints(printed) == []
+    for group in ranks.groups[:3]:
+        group.begin()
+    _, printed = ranks.verdict()
+    assert complaints(printed) == ["Not all ranks joining collective, sequence number: 4"]
+    assert "missing ranks: {3}" in printed
+
+
 def test_a_ring_without_collectives_is_dumped_whole(job: NewJob) -> None:
     ranks = job(2, capacity=8)
     for _ in range(20):
@@ -293,13 +318,47 @@ def test_ranks_as_threads_of_one_process_are_told_apart(tmp_path: Path) -> None:
     assert recorder.dump(tmp_path / "f{rank}") == tmp_path / "f0"
 
 
+def rings() -> list[Any]:
+    kinds = [PythonRing] if records is None else [PythonRing, records.Ring]
+    return [pytest.param(kind, id=kind.__name__) for kind in kinds]
+
+
+@pytest.mark.parametrize("kind", rings())
+def test_of_each_group_the_last_operations_are_kept(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flight_recorder, "_Ring", kind)
+    recorder = FlightRecorder(capacity=10)
+    seldom, busy, other = (FakeGroup(info_of(uid=uid), recorder) for uid in ("seldom", "busy", "other"))
+    for _ in range(flight_recorder.KEPT + 5):
+        seldom.run()
+    failed = seldom.run(error=PeerLostError("rank 1 died", ranks=[1]))
+    for _ in range(5):
+        other.run()
+    for _ in range(100):
+        busy.run()
+    held = Counter(each.signature.group.uid for each in recorder.operations())
+    kept = flight_recorder.KEPT
+    assert held == {"seldom": kept, "other": 5, "busy": 10 + kept}
+    last = [each for each in recorder.operations() if each.signature.group.uid == "seldom"][-1]
+    assert (last.seq, error_text(last)) == (kept + 6, "PeerLostError: rank 1 died")
+    assert len(recorder.recent()) == 10
+    for _ in range(flight_recorder.CLOSED_GROUPS + 1):
+        recorder.group_closed(seldom)  # type: ignore[arg-type]  # of a test
+    gone = weakref.ref(last)
+    del last, failed
+    gc.collect()
+    assert gone() is None
+    recorder._ring.clear()
+    assert recorder.operations() == []
+
+
 def test_the_ring_is_bounded_and_keeps_the_newest() -> None:
     recorder = FlightRecorder(capacity=10)
     group = FakeGroup(info_of(), recorder)
     for _ in range(25):
         group.run()
     recording = recorder.recording()
-    assert [operation.seq for operation in recording.operations] == list(range(16, 26))
+    assert [operation.seq for operation in recorder.recent()] == list(range(16, 26))
+    assert [operation.seq for operation in recording.operations] == list(range(1, 26))
     assert not recording.complete
     with pytest.raises(InvalidUsageError, match="capacity"):
         FlightRecorder(capacity=0)

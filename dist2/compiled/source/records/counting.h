@@ -1,4 +1,4 @@
-/* Counters of operations that ended: counters.c, counting.c, tallying.c. */
+/* Counters of operations that ended: counters.c, counting.c, tallying.c, ring.c. */
 
 #ifndef DIST2_COUNTING_H
 #define DIST2_COUNTING_H

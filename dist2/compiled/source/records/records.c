@@ -313,7 +313,7 @@ PyInit__records(void)
 {
     PyObject *made = PyModule_Create(&module);
     if (made == NULL || PyModule_AddType(made, &Record_Type) < 0 || counters_ready(made) < 0 ||
-        counting_ready(made) < 0 || tallying_ready(made) < 0 || plans_ready(made) < 0 || queue_ready(made) < 0 ||
+        counting_ready(made) < 0 || tallying_ready(made) < 0 || ring_ready(made) < 0 || plans_ready(made) < 0 || queue_ready(made) < 0 ||
         runner_ready(made) < 0 || async_calls_ready(made) < 0 || overloads_ready(made) < 0 || fast_methods_ready(made) < 0) {
         Py_XDECREF(made);
         return NULL;

@@ -174,6 +174,7 @@ PyObject *find_marks(PyObject *module, PyObject *samples);
 int counters_ready(PyObject *module);
 int counting_ready(PyObject *module);
 int tallying_ready(PyObject *module);
+int ring_ready(PyObject *module);
 int plans_ready(PyObject *module);
 int runner_ready(PyObject *module);
 int async_calls_ready(PyObject *module);
