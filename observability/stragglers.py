@@ -22,6 +22,10 @@ are also merged by 4 and by 16, and a rank that is late for seconds because anot
 *is* late. A rank that is late all the time is found on the smallest scale, one that stalls every few
 seconds on a larger one.
 
+Of two ranks one is always the later one, so noise that lasts for seconds would make stragglers of both in
+turn. Therefore a rank of a pair must also have been later than the other by `PAIR` times, in the last blocks
+and in all that are remembered.
+
 Nothing of this runs in an operation: it reads the flight recorder.
 """
 
@@ -52,6 +56,9 @@ SHARE = 0.1
 
 LEAST_S = 200e-6
 """Less than this is never late."""
+
+PAIR = 2.0
+"""How many times as late as the other one a rank of two must be."""
 
 ALPHA = 1e-6
 """Probability of a false verdict, if ranks were alike and blocks independent."""
@@ -218,7 +225,7 @@ class _GroupLedger:
             whole, total = _merged(blocks), sum(costly.values())
             tests = len(self.telling) * len(SCALES)
             for rank in self.telling:
-                if rank in found or not whole.is_costly(rank):
+                if rank in found or not whole.is_costly(rank) or not self._is_later(rank, whole):
                     continue
                 probability = tests * chance(costly[rank], total, len(self.telling), len(blocks))
                 if probability < ALPHA:
@@ -232,6 +239,16 @@ class _GroupLedger:
                         probability=probability,
                     )
         return found
+
+    def _is_later(self, rank: int, whole: _Block) -> bool:
+        """Whether a rank of two is later than the other; True in larger groups, where the median tells."""
+        others = [other for other in self.telling if other != rank]
+        if len(others) != 1:
+            return True
+        return all(
+            late.get(rank, 0) > PAIR * late.get(others[0], 0)
+            for late in (whole.late_ns, _merged(self.blocks).late_ns)
+        )
 
 
 class Ledger:

@@ -106,6 +106,26 @@ def test_noise_names_nobody(ranks: int) -> None:
     assert job.ledger.late_s == {}
 
 
+@pytest.mark.parametrize("operations", [100, 400])
+def test_noise_that_lasts_makes_no_stragglers_of_both_ranks_of_a_pair(operations: int) -> None:
+    """Another program uses the core of one rank for a while, then that of the other."""
+    dice = random.Random(operations)
+
+    def delay(rank: int, seq: int) -> float:
+        return dice.expovariate(100) if seq // operations % 2 == rank else 0.0
+
+    job, named = Job(2, delay), set[int]()
+    for _ in range(200):
+        named |= {each.rank for each in job.run(50, {}, told=50)}
+    assert len(named) <= 1
+
+
+def test_the_late_rank_of_a_pair_is_named() -> None:
+    job = Job(2, noise(5))
+    assert job.run(500, {}) == []
+    assert {each.rank for each in job.run(200, {1: LATE_S})} == {1}
+
+
 def test_a_rank_that_stalls_now_and_then_is_named_as_well() -> None:
     job = Job(4, lambda rank, seq: 0.5 if rank == 1 and seq % 40 == 0 else 0)
     assert {each.rank for each in job.run(6000, {})} == {1}
