@@ -560,6 +560,57 @@ def declared_steps(module: Module) -> list[str]:
     ]
 
 
+NAMES_OF_TORCH = "dist2.runtime.torch_versions"
+"""The only module that knows private names of torch: each version may rename them."""
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_names_of_torch(tree: ast.Module) -> list[str]:
+    """Return the private names of torch that a module imports, or has by way of a module of torch."""
+    found, modules = list[str](), {"torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [
+                each.name for each in node.names if each.name.startswith("torch.") and "._" in each.name
+            ]
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            paths = [f"{node.module}.{each.name}" for each in node.names]
+            found += [path for path in paths if any(map(is_private, path.split(".")))]
+            modules |= {each.asname or each.name for each in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            root: ast.expr = node.value
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if isinstance(root, ast.Name) and root.id in modules:
+                found.append(ast.unparse(node))
+    return found
+
+
+def test_private_names_of_torch_are_looked_up_in_one_module() -> None:
+    used = {name: private_names_of_torch(module.tree) for name, module in SOURCE.items()}
+    assert {name: found for name, found in used.items() if found and name != NAMES_OF_TORCH} == {}
+    assert used[NAMES_OF_TORCH]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch._C._dispatch_keys(x)",
+        "import torch._library.opaque_object",
+        "from torch._C import _distributed_c10d",
+        "from torch.profiler import _ExperimentalConfig",
+        "from torch.distributed import distributed_c10d as c10d\nc10d._world.pg_map",
+        "from torch.distributed import Backend\nBackend._plugins",
+    ],
+)
+def test_a_private_name_of_torch_is_seen(source: str) -> None:
+    assert private_names_of_torch(ast.parse(source))
+
+
 def test_one_module_handles_exit_and_fork() -> None:
     others = [module for name, module in SOURCE.items() if name != "dist2.runtime.process"]
     assert not [hook for module in others for hook in process_hooks(module)]

@@ -10,12 +10,12 @@ from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 import torch
-from torch.distributed import Backend as TorchBackend
 from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed import Store
 
 from dist2.backends.base import Backend, GroupSpec
 from dist2.errors import BackendUnavailableError, Dist2Error, InvalidUsageError, UnknownBackendError
+from dist2.runtime.torch_versions import registered_backends
 
 ENTRY_POINT_GROUP = "dist2.backends"
 BRIDGE_GROUP = "dist2.backend_bridges"
@@ -198,7 +198,7 @@ def backend_names() -> list[str]:
 
 def torch_names() -> set[str]:
     """Return the names that packages have registered with `torch.distributed.Backend.register_backend`."""
-    return {name.lower() for name in TorchBackend._plugins}
+    return {name.lower() for name in registered_backends()}
 
 
 def _builtin_names() -> set[str]:

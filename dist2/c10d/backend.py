@@ -16,7 +16,7 @@ from dist2.errors import InvalidUsageError
 from dist2.runtime import torch_versions
 from dist2.runtime.signals import holds_no_lock
 
-_c10d: Any = torch._C._distributed_c10d
+_c10d = torch_versions.BINDING
 
 _OF_THE_GROUP = frozenset(
     {

@@ -21,12 +21,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
-from torch._C._dynamo import eval_frame
-
-from dist2.runtime.torch_versions import OPAQUE_TYPES
-
-_SKIP = eval_frame._FrameAction.SKIP
-_LEFT_ALONE = eval_frame._FrameExecStrategy(_SKIP, _SKIP)  # the frame itself, and its callees
+from dist2.runtime.torch_versions import OPAQUE_TYPES, leave_code_alone
 
 _CONSTANTS = ("group_name", "group_desc", "global_ranks", "timeout_s", "_device_types")
 """Properties that a compiled function may look at."""
@@ -48,7 +43,7 @@ def keep_out(package: str) -> None:
                 function._torchdynamo_disable = True  # type: ignore[attr-defined]  # as torch's decorator
                 function._torchdynamo_disable_msg = "dist2 runs as it is"  # type: ignore[attr-defined]  # its reason
                 for code in _codes(function.__code__):
-                    eval_frame.set_code_exec_strategy(code, _LEFT_ALONE)
+                    leave_code_alone(code)
 
 
 def _functions(namespace: dict[str, Any], module: str) -> Iterator[FunctionType]:

@@ -32,8 +32,9 @@ from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.operation.kinds import SUM, OpKind
 from dist2.operation.runner import OperationRunner
 from dist2.operation.work import Work
+from dist2.runtime.torch_versions import BINDING
 
-_c10d: Any = torch._C._distributed_c10d
+_c10d = BINDING
 
 EQUAL_PARTS: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 """The splits of an `all_to_all_single` that names none."""

@@ -6,9 +6,7 @@ import os
 import socket
 import threading
 import warnings
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from dist2.errors import GroupAbortedError, InvalidUsageError
 from dist2.runtime.deadline import deadline_in
@@ -17,11 +15,12 @@ from dist2.runtime.process import AtExit, InChild, at_exit, end_with_multiproces
 from dist2.runtime.rank_names import host_and_pid
 from dist2.runtime.signals import holds_no_lock
 from dist2.runtime.threads import end_workers
+from dist2.runtime.torch_versions import BINDING, group_of_name
 
 if TYPE_CHECKING:
     from dist2.group.process_group import ProcessGroup
 
-_c10d: Any = torch._C._distributed_c10d
+_c10d = BINDING
 
 _lock = threading.RLock()  # reentrant: abort() may run in a signal handler that interrupted its owner
 # Strong references until closed: C++ may use a group, or look it up by name, after users dropped it.
@@ -81,7 +80,7 @@ def _register_beside(namesakes: set[ProcessGroup], group: ProcessGroup, name: st
 def _is_found(name: str) -> bool:
     """Whether torch finds a group by a name, in this thread."""
     try:
-        _c10d._resolve_process_group(name)
+        group_of_name(name)
     except RuntimeError:  # torch has no other way to ask
         return False
     return True

@@ -11,7 +11,7 @@ torch makes such groups by the name of a backend, so entering registers the back
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -21,6 +21,7 @@ from dist2.group.creation import new_group
 from dist2.group.open_groups import call_also, call_only_by_its_name
 from dist2.group.process_group import ProcessGroup
 from dist2.group.torch_options import TORCHS_OPTIONS, from_torch
+from dist2.runtime.torch_versions import default_tables, set_default_group
 
 NAME = "dist2"
 
@@ -42,7 +43,7 @@ def create(asked: Any, options: Mapping[str, object] | None) -> ProcessGroup:
     """
     if isinstance(options, TORCHS_OPTIONS):
         options = from_torch(options, "socket") or None
-    default = distributed_c10d._world.default_pg
+    default = default_tables().default_pg
     if isinstance(default, ProcessGroup) and asked.global_ranks_in_group and options is None:
         made = default.split(list(asked.global_ranks_in_group), timeout=asked.timeout)
         assert made is not None  # torch asks members only
@@ -78,7 +79,7 @@ class TorchDefaultGroup:
     def __init__(self, pg: ProcessGroup) -> None:
         check_no_default_group(pg)
         register_backend()
-        world = distributed_c10d._world
+        world = default_tables()
         self._pg = pg
         self._count = world.group_count  # torch names the groups that it makes by it
         self._beside: list[ProcessGroup] = []
@@ -86,12 +87,12 @@ class TorchDefaultGroup:
         _enter(pg, range(pg.size()))
         world.pg_to_tag[pg] = ""
         world.tags_to_pg.setdefault("", []).append(pg)
-        distributed_c10d._update_default_pg(pg)
+        set_default_group(pg)
 
     @property
     def is_destroyed(self) -> bool:
         """Whether torch's ``destroy_process_group`` has shut it down."""
-        return distributed_c10d._world.default_pg is not self._pg
+        return default_tables().default_pg is not self._pg
 
     def add(self, pg: ProcessGroup, ranks: Sequence[int]) -> None:
         """Enter a group beside it.
@@ -102,7 +103,7 @@ class TorchDefaultGroup:
         """
         if self.is_destroyed:
             return
-        world = distributed_c10d._world
+        world = default_tables()
         _enter(pg, ranks)
         tag = f"ptd:{pg.group_name}"  # torch's tag of a group without a tag
         world.pg_to_tag[pg] = tag
@@ -117,10 +118,10 @@ class TorchDefaultGroup:
 
     def destroy(self, group: object) -> bool:
         """Destroy a group if torch has made it meanwhile, of any backend; return whether it has."""
-        known = distributed_c10d._world.pg_map
+        known = default_tables().pg_map
         if self.is_destroyed or group in (self._pg, *self._beside) or group not in known:
             return False
-        distributed_c10d.destroy_process_group(group)
+        distributed_c10d.destroy_process_group(cast("Any", group))
         return True
 
     def leave(self) -> None:
@@ -128,12 +129,12 @@ class TorchDefaultGroup:
 
         Nothing is left to do in torch's tables where torch's ``destroy_process_group`` was called.
         """
-        world = distributed_c10d._world
+        world = default_tables()
         if not self.is_destroyed:
             entered = {self._pg, *self._beside}
             for made in [each for each in reversed(world.pg_map) if each not in entered]:
                 distributed_c10d.destroy_process_group(made)
-            distributed_c10d._update_default_pg(None)
+            set_default_group(None)
             world.group_count = self._count
             for each in entered:
                 _leave(each)
@@ -156,15 +157,15 @@ def check_no_default_group(pg: object) -> None:
 
 
 def _enter(pg: ProcessGroup, ranks: Sequence[int]) -> None:
-    world = distributed_c10d._world
+    world = default_tables()
     world.pg_map[pg] = (NAME, pg.get_group_store())
-    world.pg_names[pg] = pg.group_name  # type: ignore[assignment]  # a NewType that older torch lacks
+    world.pg_names[pg] = pg.group_name
     world.pg_group_ranks[pg] = {global_rank: rank for rank, global_rank in enumerate(ranks)}
     world.pg_backend_config[pg] = ",".join(f"{kind}:{NAME}" for kind in pg.backend.device_types)
 
 
 def _leave(pg: ProcessGroup) -> None:
-    world = distributed_c10d._world
+    world = default_tables()
     tagged = world.tags_to_pg.get(world.pg_to_tag.get(pg, ""), [])
     if pg in tagged:
         tagged.remove(pg)

@@ -278,8 +278,9 @@ def __getattr__(name: str) -> Any:
         if hasattr(module, name):
             return getattr(module, name)
     if name == "_DistributedPdb":  # since torch 2.13 its class is inside a function
-        maker: Any = torch.distributed._make_distributed_pdb
-        return type(maker())
+        maker: Any = vars(torch.distributed).get("_make_distributed_pdb")
+        if maker is not None:
+            return type(maker())
     if name in _GONE:
         return _GONE[name]
     raise AttributeError(f"module 'dist2.legacy' has no attribute {name!r}")

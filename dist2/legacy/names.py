@@ -19,6 +19,7 @@ from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.group.process_group import ProcessGroup
 from dist2.legacy.world import NON_GROUP_MEMBER, default_group_if_any, worlds
 from dist2.operation.kinds import ReduceKind, Reduction
+from dist2.runtime.torch_versions import registered_backends
 
 default_pg_timeout = timedelta(minutes=30)
 """Limit of operations of groups that were given none."""
@@ -63,8 +64,7 @@ class _BackendNames(type):
     @property
     def _plugins(cls) -> dict[str, Any]:
         """The backends that were registered with torch."""
-        plugins: dict[str, Any] = torch.distributed.Backend._plugins
-        return plugins
+        return registered_backends()
 
 
 class Backend(str, metaclass=_BackendNames):

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import Store, distributed_c10d
+from torch.distributed import Store
 
 from dist2.errors import InvalidUsageError
 from dist2.group.process_group import ProcessGroup
@@ -15,6 +15,7 @@ from dist2.legacy.names import default_pg_timeout
 from dist2.legacy.world import Group, default_group, group_ranks, is_outside, worlds
 from dist2.rendezvous.launchers import variable
 from dist2.runtime.config import environment_value
+from dist2.runtime.torch_versions import group_of_name, time_estimator
 
 
 def is_initialized() -> bool:
@@ -129,14 +130,12 @@ def get_backend_impl(group: ProcessGroup | str | None = None, device: torch.devi
         group: A group, or its name in torch's tables; the default group by default.
         device: Of the tensors that it takes; by default any of the group's.
     """
-    theirs: Any = distributed_c10d
-    pg = group_ranks(theirs._resolve_process_group(group) if isinstance(group, str) else group).pg
+    pg = group_ranks(group_of_name(group) if isinstance(group, str) else group).pg
     return pg.get_backend(pg.spec.device if device is None else device)
 
 
 def _time_estimator(group: Group = None, device: torch.device | None = None) -> AbstractContextManager[Any]:
     """Do torch's, which raises NotImplementedError: no backend here estimates times."""
     pg = group_ranks(group).pg
-    theirs: Any = distributed_c10d._time_estimator
-    made: AbstractContextManager[Any] = theirs(pg, pg.spec.device if device is None else device)
+    made: AbstractContextManager[Any] = time_estimator(pg, pg.spec.device if device is None else device)
     return made

@@ -19,7 +19,7 @@ from dist2.operation.kinds import OpKind
 from dist2.operation.signature import Signature
 from dist2.operation.storage import exceeds_storage, has_no_storage
 from dist2.runtime.cache import keep
-from dist2.runtime.torch_versions import TENSOR_EXCHANGE
+from dist2.runtime.torch_versions import TENSOR_EXCHANGE, dispatch_keys, negated_view
 
 MAX_PLANS = 4096
 """Plans kept a group; programs with ever-changing shapes start over when it is full."""
@@ -123,7 +123,7 @@ def samples() -> tuple[tuple[torch.Tensor, int, int, bool, int, int, int], ...]:
     try:
         with torch.inference_mode(False):
             plain = torch.ones(1, device="cpu"), torch.ones(2, dtype=torch.int64, device="cpu")
-            lazy = torch._neg_view(plain[0]), torch._neg_view(plain[1]), _conjugate()
+            lazy = negated_view(plain[0]), negated_view(plain[1]), _conjugate()
         tensors: tuple[Any, ...] = (*plain, torch.nn.Parameter(plain[0]), *lazy)
         if not {type(each) for each in tensors} <= set(_TYPES):
             return ()
@@ -132,7 +132,7 @@ def samples() -> tuple[tuple[torch.Tensor, int, int, bool, int, int, int], ...]:
                 (
                     each,
                     each._cdata,
-                    torch._C._dispatch_keys(each).raw_repr(),
+                    dispatch_keys(each),
                     at < len(tensors) - len(lazy),
                     each.untyped_storage()._cdata,
                     each.untyped_storage().data_ptr(),

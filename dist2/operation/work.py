@@ -19,7 +19,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]  # stubs lack it
 from torch.distributed import Work as TorchWork
 
 from dist2.compiled import records
@@ -31,29 +30,30 @@ from dist2.runtime.completion import Completion
 from dist2.runtime.cpp_ownership import Pins, held_by_cpp, layout_is_known
 from dist2.runtime.deadline import FOREVER_NS, PAST_NS, deadline_in, seconds
 from dist2.runtime.signals import OnCtrlC, await_end, on_ctrl_c
+from dist2.runtime.torch_versions import BINDING
 
 _NO_LIMIT = timedelta(0)
 
 _OP_TYPES = {
-    OpKind.ALL_REDUCE: OpType.ALLREDUCE,
-    OpKind.ALL_REDUCE_COALESCED: OpType.ALLREDUCE_COALESCED,
-    OpKind.BROADCAST: OpType.BROADCAST,
-    OpKind.REDUCE: OpType.REDUCE,
-    OpKind.ALL_GATHER: OpType.ALLGATHER,
-    OpKind.ALL_GATHER_V: OpType.ALLGATHER,
-    OpKind.ALL_GATHER_SINGLE: OpType._ALLGATHER_BASE,
-    OpKind.ALL_GATHER_SINGLE_COALESCED: OpType.ALLGATHER_COALESCED,
-    OpKind.REDUCE_SCATTER: OpType.REDUCE_SCATTER,
-    OpKind.REDUCE_SCATTER_V: OpType.REDUCE_SCATTER,
-    OpKind.REDUCE_SCATTER_SINGLE: OpType._REDUCE_SCATTER_BASE,
-    OpKind.REDUCE_SCATTER_SINGLE_COALESCED: OpType.REDUCE_SCATTER,
-    OpKind.GATHER: OpType.GATHER,
-    OpKind.SCATTER: OpType.SCATTER,
-    OpKind.ALL_TO_ALL: OpType.ALLTOALL,
-    OpKind.ALL_TO_ALL_SINGLE: OpType.ALLTOALL_BASE,
-    OpKind.BARRIER: OpType.BARRIER,
-    OpKind.SEND: OpType.SEND,
-    OpKind.RECV: OpType.RECV,
+    OpKind.ALL_REDUCE: BINDING.OpType.ALLREDUCE,
+    OpKind.ALL_REDUCE_COALESCED: BINDING.OpType.ALLREDUCE_COALESCED,
+    OpKind.BROADCAST: BINDING.OpType.BROADCAST,
+    OpKind.REDUCE: BINDING.OpType.REDUCE,
+    OpKind.ALL_GATHER: BINDING.OpType.ALLGATHER,
+    OpKind.ALL_GATHER_V: BINDING.OpType.ALLGATHER,
+    OpKind.ALL_GATHER_SINGLE: BINDING.OpType._ALLGATHER_BASE,
+    OpKind.ALL_GATHER_SINGLE_COALESCED: BINDING.OpType.ALLGATHER_COALESCED,
+    OpKind.REDUCE_SCATTER: BINDING.OpType.REDUCE_SCATTER,
+    OpKind.REDUCE_SCATTER_V: BINDING.OpType.REDUCE_SCATTER,
+    OpKind.REDUCE_SCATTER_SINGLE: BINDING.OpType._REDUCE_SCATTER_BASE,
+    OpKind.REDUCE_SCATTER_SINGLE_COALESCED: BINDING.OpType.REDUCE_SCATTER,
+    OpKind.GATHER: BINDING.OpType.GATHER,
+    OpKind.SCATTER: BINDING.OpType.SCATTER,
+    OpKind.ALL_TO_ALL: BINDING.OpType.ALLTOALL,
+    OpKind.ALL_TO_ALL_SINGLE: BINDING.OpType.ALLTOALL_BASE,
+    OpKind.BARRIER: BINDING.OpType.BARRIER,
+    OpKind.SEND: BINDING.OpType.SEND,
+    OpKind.RECV: BINDING.OpType.RECV,
 }
 
 

@@ -24,7 +24,6 @@ from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 import attrs
 from torch.distributed import Store as TorchStore
 from torch.distributed import distributed_c10d
-from torch.distributed.rendezvous import _rendezvous_handlers as torchs_handlers
 
 from dist2.errors import (
     ArgumentTypeError,
@@ -41,7 +40,7 @@ from dist2.runtime.arguments import as_int, check_store
 from dist2.runtime.config import DEFAULT_TIMEOUT_S, Config, environment_value
 from dist2.runtime.deadline import checked_timeout
 from dist2.runtime.signals import OnCtrlC, on_ctrl_c
-from dist2.runtime.torch_versions import STORES_CLONE
+from dist2.runtime.torch_versions import RENDEZVOUS_HANDLERS, STORES_CLONE, default_tables
 from dist2.security.authenticator import Credentials
 from dist2.store.base import Store
 from dist2.store.file import FileStore
@@ -421,8 +420,8 @@ def _at_torchs_store(url: str, given: Mapping[str, int | None], timeout: timedel
     """
     if _split(url).scheme != "env" or not distributed_c10d.is_initialized():
         return None
-    default = distributed_c10d._get_default_group()
-    backend, store = distributed_c10d._world.pg_map[default]
+    default: Any = distributed_c10d.group.WORLD
+    backend, store = default_tables().pg_map[default]
     if backend == "fake" or isinstance(store, Store) or store is None:
         return None
     query = _query(url, _split(url))
@@ -430,7 +429,7 @@ def _at_torchs_store(url: str, given: Mapping[str, int | None], timeout: timedel
         told = (query.get(name), given[name], environment_value(name.upper()))
         if str(next((value for value in told if value is not None), mine)) != str(mine):
             return None
-    own: Any = store.clone() if STORES_CLONE else store  # type: ignore[attr-defined]  # torch's stubs lack it
+    own: Any = store.clone() if STORES_CLONE else store
     own.set_timeout(timeout)
     round_ = own.add(f"dist2/rank/{default.rank()}", 1)  # all ranks meet equally often
     return Meeting(PrefixStore(f"dist2/{round_}", own), default.rank(), default.size())
@@ -491,9 +490,9 @@ def _let_torch_in() -> None:
         return
     with _lock:
         for scheme in ("env", "tcp"):
-            theirs = torchs_handlers.get(scheme)
+            theirs = RENDEZVOUS_HANDLERS.get(scheme)
             if theirs is not None and not isinstance(theirs, _ForTorch):
-                torchs_handlers[scheme] = _ForTorch(theirs)
+                RENDEZVOUS_HANDLERS[scheme] = _ForTorch(theirs)
 
 
 def _met_before(url: str) -> Located | None:

@@ -1,19 +1,23 @@
-"""Features of torch that its older versions lack, looked up in one place.
+"""Names of torch that are private, or that some of its versions lack, looked up in one place.
 
 dist2 supports torch from version 2.8. Each constant holds a feature, or says whether torch has it; code that
-can do without a feature asks here. A feature is looked for by its name, never by a version number.
+can do without a feature asks here. A feature is looked for by its name, never by a version number. Where a
+private name is gone, there is something in its place: a public way, or the words of what does not work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
 from functools import partial
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import attrs
 import torch
+import torch.distributed
+from torch.distributed import distributed_c10d, rendezvous
 
-BINDING: Any = torch._C._distributed_c10d
+BINDING: Any = getattr(torch._C, "_distributed_c10d", None) or distributed_c10d
 """torch's binding of c10d, with types that `torch.distributed` does not have."""
 
 _c10d = BINDING
@@ -78,3 +82,110 @@ _OPAQUE_NAMES = (
 
 OPAQUE_TYPES: OpaqueTypes | None = OpaqueTypes.found()
 """How Dynamo is told the attributes of a group; None where it takes a group as any object."""
+
+
+def _code_is_left_alone() -> Callable[[CodeType], None]:
+    """Return a function that has Dynamo compile neither a code nor its callees, or one without effect."""
+    try:
+        from torch._C._dynamo import eval_frame
+
+        skip = eval_frame._FrameAction.SKIP
+        strategy = eval_frame._FrameExecStrategy(skip, skip)  # the frame itself, and its callees
+        set_strategy = eval_frame.set_code_exec_strategy
+    except (ImportError, AttributeError):
+        return lambda code: None
+    return lambda code: set_strategy(code, strategy)
+
+
+leave_code_alone = _code_is_left_alone()
+"""Has Dynamo compile neither a code nor its callees."""
+
+
+def default_tables() -> Any:
+    """Return torch's tables of groups: ``default_pg``, ``pg_map``, ``pg_names`` and others.
+
+    Looked up each time, as torch's tests for threads put other ones in their place.
+
+    Raises:
+        NotImplementedError: torch keeps them elsewhere.
+    """
+    tables: Any = getattr(distributed_c10d, "_world", None)
+    if tables is None:
+        raise NotImplementedError(
+            f"torch {torch.__version__} has no table of groups that dist2 knows: use the groups of dist2 as "
+            f"objects, and register_with_torch=False in dist2.legacy.init_process_group"
+        )
+    return tables
+
+
+def set_default_group(pg: object) -> None:
+    """Make a group torch's default group, or none."""
+    set_default: Any = getattr(distributed_c10d, "_update_default_pg", None)
+    if set_default is not None:
+        set_default(pg)
+    else:
+        default_tables().default_pg = pg
+
+
+def group_of_name(name: str) -> Any:
+    """Return the group that torch's C++ finds by a name.
+
+    Raises:
+        RuntimeError: It finds none.
+    """
+    return BINDING._resolve_process_group(name)
+
+
+def registered_backends() -> dict[str, Any]:
+    """Return the backends that were registered with torch, by their names in upper case."""
+    found: dict[str, Any] = getattr(torch.distributed.Backend, "_plugins", {})
+    return found
+
+
+def backend_options() -> Any:
+    """Return an empty first argument for creators of backends that take ``DistributedBackendOptions``."""
+    made: Any = getattr(distributed_c10d, "_DistributedBackendOptions", SimpleNamespace)
+    return made()
+
+
+RENDEZVOUS_HANDLERS: MutableMapping[str, Callable[..., Iterator[Any]]] = getattr(
+    rendezvous, "_rendezvous_handlers", {}
+)
+"""torch's handlers of schemes of URLs."""
+
+
+def negated_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is negated when it is read."""
+    return torch._neg_view(tensor)
+
+
+def dispatch_keys(tensor: torch.Tensor) -> int:
+    """Return the bits by which torch chooses the implementation of an operation on a tensor.
+
+    Raises:
+        AttributeError: This torch does not say.
+    """
+    found: int = torch._C._dispatch_keys(tensor).raw_repr()
+    return found
+
+
+def profiling_all_threads() -> dict[str, Any]:
+    """Return arguments with which torch's profiler sees all threads; none where it has no such option."""
+    try:
+        from torch.profiler import _ExperimentalConfig
+
+        return {"experimental_config": _ExperimentalConfig(profile_all_threads=True)}
+    except (ImportError, TypeError):
+        return {}
+
+
+def time_estimator(pg: object, device: torch.device) -> Any:
+    """Return torch's block in which operations of a group are estimated instead of run.
+
+    Raises:
+        NotImplementedError: There is none, or none for this group.
+    """
+    made: Any = getattr(distributed_c10d, "_time_estimator", None)
+    if made is None:
+        raise NotImplementedError(f"torch {torch.__version__} does not estimate times")
+    return made(pg, device)

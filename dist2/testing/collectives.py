@@ -13,6 +13,7 @@ from torch.distributed import ReduceOp
 
 from dist2 import InvalidUsageError, ProcessGroup, premul_sum
 from dist2.operation.kinds import AnyReduceOp, Reduction
+from dist2.runtime.torch_versions import negated_view
 from dist2.testing.oracle import example, reduced
 from dist2.testing.ranks import BackendCase
 
@@ -468,7 +469,7 @@ def test_conjugated_views(tenant: BackendCase, world_size: int) -> None:
 def test_negated_views(tenant: BackendCase, world_size: int) -> None:
     def body(pg: ProcessGroup) -> None:
         everyone = [example((5,), torch.float32, rank) for rank in range(world_size)]
-        mine = torch._neg_view(everyone[pg.rank()].clone())
+        mine = negated_view(everyone[pg.rank()].clone())
         outputs = [torch.empty(5) for _ in everyone]
         pg.all_gather(outputs, mine)
         assert all(torch.equal(got, -sent) for got, sent in zip(outputs, everyone, strict=True))

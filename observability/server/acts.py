@@ -21,6 +21,7 @@ from starlette.responses import Response
 
 from dist2.errors import Dist2Error, InvalidUsageError
 from dist2.group.open_groups import open_groups
+from dist2.runtime.torch_versions import profiling_all_threads
 from observability.access import peer_name
 from observability.flight_recorder import FlightRecorder, global_rank
 from observability.job.member import Member
@@ -204,12 +205,11 @@ class _Profile:
         return self._trace
 
     def _run(self) -> None:
-        from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
+        from torch.profiler import ProfilerActivity, profile
 
         try:
             # All threads, as the one that does the work is not this one.
-            experimental = _ExperimentalConfig(profile_all_threads=True)
-            profiled = profile(activities=[ProfilerActivity.CPU], experimental_config=experimental)
+            profiled = profile(activities=[ProfilerActivity.CPU], **profiling_all_threads())
             with profiled as running:
                 self._started.set()
                 self._enough.wait(self._limit_s)

@@ -15,13 +15,13 @@ from hashlib import sha256
 from typing import Any
 
 import attrs
-import torch
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from dist2.errors import InvalidUsageError
 from dist2.runtime.config import environment_value
+from dist2.runtime.torch_versions import BINDING
 from dist2.store import PrefixStore, TCPStore
 from observability.flight_recorder import Recording, encode
 from observability.job.pyspy import pyspy_dump
@@ -37,7 +37,7 @@ PYSPY = "pyspy_dump"
 _KEYS = "debug_server"
 """The prefix of the keys of torch's frontend."""
 
-_c10d: Any = torch._C._distributed_c10d
+_c10d: Any = BINDING
 
 _registered: dict[str, Handler] = {}
 

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed import distributed_c10d
 
 from dist2.runtime import torch_versions
 from dist2.runtime.torch_versions import OpaqueTypes
@@ -63,3 +65,39 @@ def test_groups_that_are_ordinary_objects_are_not_described(
 def test_a_torch_without_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_versions, "_opaque", None)
     assert OpaqueTypes.found() is None
+
+
+# Private names that a later torch may lack
+
+
+def test_code_is_compiled_where_dynamo_has_no_way_to_leave_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._C._dynamo import eval_frame
+
+    monkeypatch.delattr(eval_frame, "_FrameExecStrategy")
+    torch_versions._code_is_left_alone()(test_a_torch_without_the_module.__code__)
+
+
+def test_without_tables_of_groups_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(distributed_c10d, "_world")
+    with pytest.raises(NotImplementedError, match="register_with_torch=False"):
+        torch_versions.default_tables()
+
+
+def test_the_default_group_is_set_in_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(distributed_c10d, "_update_default_pg")
+    monkeypatch.setattr(distributed_c10d, "_world", SimpleNamespace(default_pg=None))
+    torch_versions.set_default_group("a group")
+    assert torch_versions.default_tables().default_pg == "a group"
+
+
+def test_no_backends_are_registered_where_torch_has_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.distributed.Backend, "_plugins")
+    monkeypatch.delattr(distributed_c10d, "_DistributedBackendOptions")
+    assert torch_versions.registered_backends() == {}
+    torch_versions.backend_options().group_rank = 3
+
+
+def test_times_are_not_estimated_by_an_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(distributed_c10d, "_time_estimator", raising=False)
+    with pytest.raises(NotImplementedError, match="does not estimate times"):
+        torch_versions.time_estimator(None, torch.device("cpu"))

@@ -15,7 +15,6 @@ from typing import Any
 
 import attrs
 import torch
-from torch._C._distributed_c10d import Backend as CompiledBackend
 from torch.distributed import Backend as TorchBackend
 from torch.distributed import ProcessGroup as TorchProcessGroup
 
@@ -25,6 +24,7 @@ from dist2.backends.plugin.registered import creator_of, extended_options
 from dist2.backends.socket.agreed import AGREED_OPTIONS, CONTROL, agreed, library_spec
 from dist2.errors import InvalidUsageError, UnknownOptionError
 from dist2.operation.contract import GroupParts
+from dist2.runtime.torch_versions import BINDING
 
 __all__ = ["PluginBackend", "create"]
 
@@ -83,7 +83,7 @@ def adopt(spec: GroupSpec, call: Callable[[GroupSpec], Any]) -> Backend | TorchP
 
     def make(part: GroupSpec) -> Any:
         made = call(attrs.evolve(part, options=own))
-        if not isinstance(made, (Backend, CompiledBackend, TorchProcessGroup)):
+        if not isinstance(made, (Backend, BINDING.Backend, TorchProcessGroup)):
             raise InvalidUsageError(
                 f"the factory of backend {spec.info.backend!r} must return a ProcessGroup or a Backend, "
                 f"got {type(made).__name__}"

@@ -22,7 +22,6 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Backend as CompiledBackend
 from torch.distributed import distributed_c10d as c10d
 
 from dist2.backends.base import Backend, GroupSpec, Tensors
@@ -33,6 +32,7 @@ from dist2.operation.execution import Execute
 from dist2.operation.kinds import SUM, ReduceKind, Reduction
 from dist2.operation.signature import Operation, Signature
 from dist2.operation.storage import flattened
+from dist2.runtime.torch_versions import BINDING
 
 _REFUSALS = ("does not support", "not supported", "unsupported", "not implemented", "no backend type")
 _REFUSED_TYPES = ("scalar type", "dtype", "data type", "cannot use reduceop", "can't be cast")
@@ -60,7 +60,7 @@ class PluginBackend(Messages):
         self.device_types = devices
         self._make = make
         self._lacking: set[tuple[str, Reduction | None, torch.dtype | None]] = set()
-        self._is_compiled = isinstance(native, CompiledBackend) or "cpu" not in self.device_types
+        self._is_compiled = isinstance(native, BINDING.Backend) or "cpu" not in self.device_types
         self._waiters = Waiters(f"dist2-{spec.info.backend}-{spec.info.name}")
 
     def plan(self, signature: Signature) -> Execute:

@@ -8,10 +8,10 @@ from typing import Any
 
 import attrs
 from torch.distributed import Backend as TorchBackend
-from torch.distributed import distributed_c10d
 
 from dist2.backends.base import GroupSpec
 from dist2.errors import UnknownBackendError
+from dist2.runtime.torch_versions import backend_options, registered_backends
 
 
 @attrs.frozen
@@ -36,7 +36,7 @@ def creator_of(name: str) -> Creator:
     Raises:
         UnknownBackendError: There is none.
     """
-    found = TorchBackend._plugins.get(name.upper())
+    found = registered_backends().get(name.upper())
     if found is None:
         raise UnknownBackendError(f"backend {name!r} is not registered with torch")
     devices = tuple(TorchBackend.backend_capability.get(name.lower(), ["cpu"]))
@@ -45,7 +45,7 @@ def creator_of(name: str) -> Creator:
 
 def extended_options(spec: GroupSpec) -> Any:
     """Return the first argument of a creator that is registered with ``extended_api=True``."""
-    options: Any = distributed_c10d._DistributedBackendOptions()
+    options = backend_options()
     options.store = spec.store
     options.group_rank = spec.info.rank
     options.group_size = spec.info.world_size
