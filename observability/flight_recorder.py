@@ -68,7 +68,7 @@ class PythonTally:
 
 
 _Tally = PythonTally if records is None else records.Tally
-_Ring: Any = PythonRing if records is None else records.Ring
+_Ring: Any = getattr(records, "Ring", PythonRing)  # an extension that was built before has none
 
 
 class Frame(NamedTuple):
