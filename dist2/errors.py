@@ -246,9 +246,14 @@ class PeerLostError(Dist2Error, DistBackendError, ConnectionError):
 
 
 class ResourceError(Dist2Error, OSError):
-    """This process lacks descriptors or memory for a connection; no rank is lost by that.
+    """The system refused this process descriptors, memory, threads or a call; no rank is lost by that.
 
-    After a message the group is usable: nothing was sent. After a collective it is not: others wait in it.
+    After a message, and where a group is made, the group is usable: nothing was sent, and the call may be
+    repeated. After a collective it is not: others wait in it.
+
+    Attributes:
+        call: The system call that was refused; empty if it is not known.
+        errno: Its error number; None if it is not known.
 
     Examples:
         >>> try:
@@ -257,9 +262,19 @@ class ResourceError(Dist2Error, OSError):
         ...     print("close some files:", error)
     """
 
-    def __init__(self, message: str, *, group_usable: bool = True, **where: Unpack[Where]) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        group_usable: bool = True,
+        call: str = "",
+        errno: int | None = None,
+        **where: Unpack[Where],
+    ) -> None:
         super().__init__(message, **where)
         self.group_usable = group_usable
+        self.call = call
+        self.errno = errno
 
 
 class BackendError(Dist2Error, DistBackendError):

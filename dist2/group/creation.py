@@ -21,6 +21,7 @@ from dist2.rendezvous.joining import agree, join_group, object_to
 from dist2.runtime.arguments import check_names, check_rank, check_store, check_world_size
 from dist2.runtime.config import Config
 from dist2.runtime.deadline import seconds
+from dist2.runtime.resources import scarce_resources
 from dist2.store import HashStore
 
 
@@ -38,6 +39,9 @@ def new_group(
     **options: object,
 ) -> ProcessGroup:
     """Return a new process group; all its ranks call this, and each gets its own object.
+
+    The group, its memory and its connections stay until `shutdown`, `abort`, the end of its ``with`` block or
+    of the process, even if the program drops the object: torch may find it by its name.
 
     Nothing global is set: use the object, or enter it with `process_group`. May be called many times,
     in the same order on all ranks.
@@ -65,6 +69,7 @@ def new_group(
         RendezvousError: Ranks could not meet; the message names the variable, URL or port at fault.
         OperationTimeoutError: Ranks did not arrive in time; `missing` has them. At a URL it is its subclass
             `RendezvousTimeoutError`.
+        ResourceError: The system refused descriptors, memory or a system call.
         PeerLostError: A rank failed or died while it built the group; the message says which and why.
         InvalidUsageError: An argument is wrong, or differs between ranks; the message has the value of each
             rank.
@@ -90,7 +95,8 @@ def new_group(
         store = HashStore()
     if init_method is None and store is None:
         init_method = getattr(factory, "init_method", None)
-    met = _meet(init_method, store, rank, world_size, timeout_s)
+    with scarce_resources():
+        met = _meet(init_method, store, rank, world_size, timeout_s)
     rank, world_size = met.rank, met.world_size
     with ExitStack() as building:
         scoped, uid = met.store, secrets.token_hex(6)
@@ -111,7 +117,7 @@ def new_group(
             global_ranks=tuple(range(world_size)),
         )
         spec = GroupSpec(info, scoped, timeout_s, checked_device, options)
-        return _group(spec, build(spec))
+        return _group(spec, _built(spec))
 
 
 def open_group(spec: GroupSpec) -> ProcessGroup:
@@ -122,8 +128,13 @@ def open_group(spec: GroupSpec) -> ProcessGroup:
             PeerLostError: As `new_group`.
     """
     with spec.building() as watched:
-        made = build(watched)
+        made = _built(watched)
     return _group(spec, made)
+
+
+def _built(spec: GroupSpec) -> Backend | TorchProcessGroup:
+    with scarce_resources():
+        return build(spec)
 
 
 def _group(spec: GroupSpec, made: Backend | TorchProcessGroup) -> ProcessGroup:

@@ -19,7 +19,7 @@ import atexit
 import os
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from enum import IntEnum
 from typing import TypeVar
 
@@ -129,7 +129,8 @@ def _call_all(hooks: dict[int, Callable[[], None]]) -> None:
 @holds_no_lock
 def _exit() -> None:
     start_no_more()
-    _call_all(_exit_hooks)
+    with suppress(MemoryError):  # peers see the end of the process, and a traceback would need memory as well
+        _call_all(_exit_hooks)
 
 
 def _enter_child() -> None:

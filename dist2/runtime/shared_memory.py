@@ -15,14 +15,16 @@ import mmap
 import os
 import secrets
 import weakref
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import attrs
 
 from dist2.errors import PeerLostError
+from dist2.runtime.resources import check_scarcity, system_call
 
 TOKEN_BYTES = 16
 PAGE_BYTES = mmap.PAGESIZE
+_INSTEAD = "set DIST2_TRANSPORT=tcp on all ranks, which needs no shared memory"
 _BLOCK_BYTES = 512  # of what stat(2) counts
 
 
@@ -62,7 +64,9 @@ class Mapping:
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        self.map = mmap.mmap(fd, nbytes)
+        gib = nbytes >> 30
+        with system_call(f"mmap of {gib} GiB of address space for shared memory", _INSTEAD):
+            self.map = mmap.mmap(fd, nbytes)
         self.view = memoryview(self.map)
         self.nbytes = nbytes
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
@@ -88,6 +92,7 @@ def attach(locator: ArenaLocator) -> Mapping:
     try:
         fd = os.open(f"/proc/{locator.pid}/fd/{locator.fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
+        check_scarcity(error, "open of another rank's shared memory")
         raise PeerLostError(
             f"shared memory of process {locator.pid} cannot be opened: {error.strerror}"
         ) from error
@@ -123,10 +128,15 @@ class Arena(Mapping):
     """
 
     def __init__(self, nbytes: int) -> None:
-        self.fd = os.memfd_create("dist2", os.MFD_CLOEXEC)
-        os.fchmod(self.fd, 0o600)  # the default mode would admit every user that can open /proc/<pid>/fd
-        os.ftruncate(self.fd, nbytes)
-        super().__init__(self.fd, nbytes)
+        with ExitStack() as failed:
+            with system_call("memfd_create", _INSTEAD):
+                self.fd = os.memfd_create("dist2", os.MFD_CLOEXEC)
+            failed.callback(os.close, self.fd)
+            os.fchmod(self.fd, 0o600)  # the default mode would admit every user that can open /proc/<pid>/fd
+            with system_call(f"ftruncate of shared memory to {nbytes >> 30} GiB", _INSTEAD):
+                os.ftruncate(self.fd, nbytes)
+            super().__init__(self.fd, nbytes)
+            failed.pop_all()
         token = secrets.token_hex(TOKEN_BYTES)
         self.locator = ArenaLocator(os.getpid(), self.fd, nbytes, token, self.address)
         self.view[:TOKEN_BYTES] = bytes.fromhex(self.locator.token)

@@ -13,6 +13,7 @@ import attrs
 
 from dist2.errors import ArgumentTypeError, InvalidUsageError, StoreConnectionError, StoreConnectTimeoutError
 from dist2.runtime.deadline import Deadline
+from dist2.runtime.resources import check_scarcity
 
 _BACKLOG = 4096
 """Connections that may wait to be accepted; the kernel cuts it to ``net.core.somaxconn``."""
@@ -119,7 +120,12 @@ class Address:
         """
         failure: OSError | None = None
         for family, address in resolved:
-            listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            try:
+                listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            except OSError as error:
+                check_scarcity(error, "socket")
+                failure = error
+                continue
             try:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 listener.bind(address)

@@ -14,12 +14,14 @@ from contextlib import suppress
 from dist2.errors import (
     AuthenticationError,
     Dist2Error,
+    ResourceError,
     StoreConnectionError,
     StoreConnectTimeoutError,
     StoreTimeoutError,
     WireError,
 )
 from dist2.runtime.deadline import Deadline
+from dist2.runtime.resources import check_scarcity
 from dist2.runtime.tcp_keepalive import SILENT_LOOKS, is_silent, keep_alive
 from dist2.runtime.usage import usage
 from dist2.security.authenticator import Credentials, Stream
@@ -87,7 +89,7 @@ class Connection:
             try:
                 return cls.attempt(address, deadline, credentials, heartbeat_s)
             except (OSError, StoreTimeoutError, EOFError) as error:
-                if is_a_handlers(error):
+                if is_a_handlers(error) or isinstance(error, ResourceError):
                     raise
                 failure = error
                 cut_off += isinstance(error, EOFError)
@@ -118,7 +120,12 @@ class Connection:
         """
         failure: Exception = StoreConnectionError(f"{address} has no socket address")
         for family, where in address.resolve(deadline):
-            sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            try:
+                sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            except OSError as error:
+                check_scarcity(error, "socket")
+                failure = error
+                continue
             stream: Stream = sock
             try:
                 keep_alive(sock, heartbeat_s)

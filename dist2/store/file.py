@@ -123,6 +123,7 @@ class SharedLog:
         self.path = os.fspath(path)
         self.values: dict[bytes, bytes] = {}
         self._position = 0
+        self._size = 0
         # Stays open: the kernel cannot reuse its inode number, so a replaced file is recognised.
         self._descriptor = -1
         self._opened = False
@@ -203,6 +204,7 @@ class SharedLog:
                 if records:
                     # One write, so that a reader without locks, or a crash, sees all or an unfinished end.
                     written = os.pwrite(self._descriptor, records, self._position)
+                    self._size = self._position + written
                     if written != len(records):
                         self._catch_up(kind, turn)  # truncates the file
                         raise StoreError(
@@ -243,6 +245,11 @@ class SharedLog:
     def _catch_up(self, kind: int, turn: int) -> None:
         position = self._position
         size = os.fstat(self._descriptor).st_size
+        if size < self._size:
+            raise StoreError(
+                f"FileStore {self.path!r} was truncated while in use, from {self._size} to {size} bytes: "
+                "its keys are lost; all ranks need a new file"
+            )
         data = os.pread(self._descriptor, size - position, position)
         if position == 0:
             try:
@@ -253,7 +260,7 @@ class SharedLog:
         if kind == fcntl.LOCK_EX and end < size and self._turn == turn:
             # A writer died in the middle of a record. The rest of it must not swallow the next one.
             os.ftruncate(self._descriptor, end)
-        self._position = end
+        self._position = self._size = end
 
 
 # The store

@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 from dist2.errors import AuthenticationError, WireError
 from dist2.runtime.deadline import deadline_in, monotonic_ns
+from dist2.runtime.resources import system_call
 from dist2.runtime.tcp_keepalive import keep_alive
 from dist2.security.authenticator import ConnectionAuthenticator, Credentials, Stream, hang_up, uninvited
 from dist2.security.handshake import Plane
@@ -74,8 +75,10 @@ class StoreServer:
         self._strangers: dict[ConnectionAuthenticator | Stream, int] = {}
         self._authenticating: dict[ConnectionAuthenticator, str] = {}
         self._accepts_again_ns = 0
-        self._selector = selectors.DefaultSelector()
-        self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        with system_call("epoll_create1"):
+            self._selector = selectors.DefaultSelector()
+        with system_call("eventfd2"):
+            self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(self._doorbell, selectors.EVENT_READ)
         self._stopping = False

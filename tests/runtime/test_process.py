@@ -41,3 +41,13 @@ def test_every_step_runs_in_order_though_one_raises() -> None:
     assert ended.stdout.splitlines() == ["child's stores", "child's groups", "groups", "stores"]
     assert "OSError: of the step" in ended.stderr
     assert "OSError: of the child's step" in ended.stderr
+
+
+def test_a_lack_of_memory_at_exit_prints_nothing() -> None:
+    program = PROGRAM.replace('OSError("of the step")', "MemoryError")
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.stdout.splitlines()[-2:] == ["groups", "stores"]
+    assert "Error" not in ended.stderr.replace("OSError: of the child's step", "")
+    assert ended.returncode == 0

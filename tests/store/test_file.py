@@ -137,6 +137,21 @@ def test_a_file_that_vanishes_in_use_is_an_error(path: Path, replaced: bool) -> 
         path.unlink()
 
 
+@pytest.mark.parametrize("nbytes", [0, 5, 30])
+def test_a_file_that_is_truncated_in_use_is_an_error(path: Path, nbytes: int) -> None:
+    store = ours(path)
+    store.set("key", "value" * 10)
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.truncate(nbytes)
+    for call in (lambda: store.get("key"), lambda: store.set("key", "x"), lambda: store.wait(["key"])):
+        with pytest.raises(
+            StoreError, match=f"truncated while in use, from {size} to {nbytes} bytes.*new file"
+        ):
+            call()
+    path.unlink()
+
+
 @pytest.mark.parametrize(
     "content", [b"root:x:0:0", b"\x00", b"\x09\x00\x00\x00elsecount/\x01\x00\x00\x001"], ids=repr
 )

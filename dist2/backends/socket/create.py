@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 
 import attrs
@@ -112,11 +113,14 @@ def _attached(spec: GroupSpec, options: SocketOptions, place: Place) -> SocketBa
     """Return the backend, attached to the memory of the members beside this one.
 
     Raises:
-        PeerLostError: One of these has died.
+        PeerLostError: One of these has died, or given up.
     """
     try:
         return SocketBackend(spec, options, place)
     except PeerLostError as error:
+        # It may be about to tell its reason, or be found dead with the cause.
+        with suppress(OperationTimeoutError):
+            _await_all(spec, _BUILT, Deadline.after(_REASON_S))
         died = place.names(spec.info).ended(dict.fromkeys(error.ranks, "died"))
         raise PeerLostError(died, ranks=error.ranks) from error
 
@@ -193,6 +197,8 @@ def _await_all(spec: GroupSpec, what: str, deadline: Deadline) -> list[str]:
     return keys
 
 
+_REASON_S = 1.0
+"""How long a rank waits for the reason of a member whose memory is gone, in seconds."""
 _CARD, _BUILT, _TUNING = "card", "built", "tuning"
 
 

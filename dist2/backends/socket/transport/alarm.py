@@ -6,6 +6,8 @@ import os
 import select
 from contextlib import suppress
 
+from dist2.runtime.resources import system_call
+
 
 class Alarm:
     """A descriptor in an epoll that can be made readable.
@@ -15,7 +17,8 @@ class Alarm:
     """
 
     def __init__(self, epoll: select.epoll) -> None:
-        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        with system_call("eventfd2"):
+            self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         epoll.register(self._fd, select.EPOLLIN)
 
     def ring(self) -> None:

@@ -12,6 +12,7 @@ import os
 import attrs
 
 from dist2.errors import PeerLostError
+from dist2.runtime.resources import check_scarcity, system_call
 
 
 @attrs.frozen
@@ -38,7 +39,8 @@ class Doorbell:
     """
 
     def __init__(self) -> None:
-        self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        with system_call("pipe2"):
+            self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.locator = DoorbellLocator(os.getpid(), self._write_fd)
 
     def fileno(self) -> int:
@@ -69,6 +71,7 @@ class PeerDoorbell:
                 f"/proc/{locator.pid}/fd/{locator.fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
             )
         except OSError as error:
+            check_scarcity(error, "open of another rank's doorbell")
             raise PeerLostError(
                 f"doorbell of process {locator.pid} cannot be opened: {error.strerror}"
             ) from error

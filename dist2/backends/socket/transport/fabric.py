@@ -35,6 +35,7 @@ from dist2.backends.socket.transport.poller import Poller
 from dist2.backends.socket.transport.rounds import Rounds
 from dist2.backends.socket.wire import Header, Kind
 from dist2.errors import GroupAbortedError
+from dist2.runtime.resources import system_call
 from dist2.security.authenticator import Credentials
 
 _FLUSH_S = 2.0
@@ -95,7 +96,8 @@ class Fabric:
         self.lock = threading.Lock()
         self._link_watch = LinkWatch(self._look_after_links, attend_s)
         self._mailboxes: dict[int, Mailbox] = {}
-        self._epoll = epoll = select.epoll()
+        with system_call("epoll_create1"):
+            self._epoll = epoll = select.epoll()
         self._presence = Presence(epoll)
         self.linkage = Linkage(epoll, self._presence, self._link_watch.start, heartbeat_s)
         self.linkage.rings.maker, self.linkage.congestion = rings, congestion

@@ -10,6 +10,7 @@ The layout relies on stores becoming visible in the order made (x86-64); elsewhe
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import threading
@@ -21,8 +22,9 @@ from contextlib import ExitStack, contextmanager
 import attrs
 
 from dist2.backends.socket.transport.doorbell import Doorbell, DoorbellLocator, PeerDoorbell
-from dist2.errors import Dist2Error, PeerLostError
+from dist2.errors import Dist2Error, PeerLostError, ResourceError
 from dist2.runtime.other_process import has_ended, how_ended
+from dist2.runtime.resources import system_call
 from dist2.runtime.shared_memory import PAGE_BYTES, TOKEN_BYTES, Arena, ArenaLocator, Mapping, attach
 
 ARENA_BYTES = 40 << 30
@@ -156,9 +158,12 @@ class Neighbour:
         self.pid = pid
         self.locator = arena
         try:
-            self._pidfd = os.pidfd_open(pid) if pid != os.getpid() else -1
-        except ProcessLookupError as error:
-            raise PeerLostError(f"process {pid} has ended") from error
+            with system_call("pidfd_open"):
+                self._pidfd = os.pidfd_open(pid) if pid != os.getpid() else -1
+        except ResourceError as error:
+            if error.errno == errno.ESRCH:
+                raise PeerLostError(f"process {pid} has ended") from error
+            raise
         with ExitStack() as failed:
             if self._pidfd >= 0:
                 failed.callback(os.close, self._pidfd)

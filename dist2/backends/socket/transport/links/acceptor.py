@@ -19,6 +19,7 @@ import attrs
 from dist2.backends.socket.transport.links.pacing import begin
 from dist2.backends.socket.wire import HEADER_BYTES, Header, Hello, Kind
 from dist2.errors import AuthenticationError, RendezvousError, WireError
+from dist2.runtime.resources import system_call
 from dist2.runtime.tcp_keepalive import keep_alive
 from dist2.security.authenticator import ConnectionAuthenticator, Credentials, Stream, hang_up, uninvited
 from dist2.security.handshake import Listener, Plane
@@ -281,7 +282,8 @@ class Acceptor:
 
 def _listen(host: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    with system_call("socket"):
+        listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.bind((host, 0))
         listener.listen(_BACKLOG)

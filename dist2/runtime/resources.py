@@ -1,0 +1,89 @@
+"""Refusals of the operating system, as errors that name the call, the reason and the remedy.
+
+`system_call` wraps one call; `scarce_resources` also code that calls other libraries: it converts only
+errors that no argument can cause.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from dist2.errors import Dist2Error, ResourceError
+
+_MEMORY = (
+    "raise the limits of memory and of address space (of the container, ulimit -v), or start fewer ranks here"
+)
+_SCARCE = {
+    errno.EMFILE: "raise the limit of descriptors of this process (ulimit -n)",
+    errno.ENFILE: "raise the limit of descriptors of this machine (sysctl fs.file-max)",
+    errno.ENOMEM: _MEMORY,
+    errno.ENOBUFS: _MEMORY,
+    errno.ENOSPC: _MEMORY,
+}
+_FORBIDDEN = (errno.EPERM, errno.EACCES, errno.ENOSYS)
+_NO_THREAD = "can't start new thread"
+
+
+@contextmanager
+def system_call(call: str, instead: str = "") -> Iterator[None]:
+    """Convert an `OSError` of a block, which does not depend on arguments of the program.
+
+    Args:
+        call: The system call in the block, with its sizes.
+        instead: A way to do without it.
+
+    Raises:
+        ResourceError: The system refused the call.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, Dist2Error):
+            raise
+        raise _refused(call, error, instead) from error
+
+
+@contextmanager
+def scarce_resources() -> Iterator[None]:
+    """Convert the lack of descriptors, memory or threads in a block.
+
+    Raises:
+        ResourceError: The system lacked one.
+    """
+    try:
+        yield
+    except MemoryError as error:
+        raise ResourceError(f"out of memory: {_MEMORY}", errno=errno.ENOMEM) from error
+    except OSError as error:
+        if isinstance(error, Dist2Error) or error.errno not in _SCARCE:
+            raise
+        raise _refused("a system call", error, "") from error
+    except RuntimeError as error:
+        if str(error) != _NO_THREAD:
+            raise
+        message = (
+            f"{_NO_THREAD}: raise the limits of threads and memory (the container's pids, ulimit -u, -v)"
+        )
+        raise ResourceError(message, call="clone", errno=errno.EAGAIN) from error
+
+
+def check_scarcity(error: OSError, call: str) -> None:
+    """Refuse to take an error for another failure if it tells of a lack of descriptors or memory here.
+
+    Raises:
+        ResourceError: It does.
+    """
+    if error.errno in _SCARCE:
+        raise _refused(call, error, "") from error
+
+
+def _refused(call: str, error: OSError, instead: str) -> ResourceError:
+    remedy = _SCARCE.get(error.errno or 0, "")
+    if error.errno in _FORBIDDEN:
+        remedy = "the kernel or a seccomp profile forbids it: allow it; `dist2 doctor` checks the machine"
+    remedies = "; or ".join(each for each in (remedy, instead) if each)
+    name = errno.errorcode.get(error.errno or 0, "no errno")
+    message = f"{call} failed: {error.strerror or error} ({name})" + (f": {remedies}" if remedies else "")
+    return ResourceError(message, call=call.split()[0], errno=error.errno)
