@@ -69,6 +69,13 @@ class Call:
         """Return the same call as another operation."""
         return attrs.evolve(self, seq=seq, text=self.text.replace(f" #{self.seq}", f" #{seq}", 1))
 
+    def with_tag(self, tag: int) -> Call:
+        """Return a message like this one with another tag: another call, at a place that is not known."""
+        if self.tag is None or self.tag == tag:
+            return self
+        text = self.text.partition(f" #{self.seq}")[0].replace(f"tag={self.tag}", f"tag={tag}")
+        return attrs.evolve(self, tag=tag, seq=0, file="", line=0, text=text)
+
     @classmethod
     def decode(cls, data: bytes | bytearray) -> Call:
         """Decode a call. Malformed data becomes the call's text, since errors only show it."""

@@ -77,7 +77,8 @@ class Comparison:
             return True
         self._accuse(mailbox, peer, header)
         if receiving.tagged:
-            self.report(mailbox, None, mine=receiving.number, theirs=header.transfer)
+            mine = called_in_message(mailbox, "recv", peer, receiving.number)
+            self._report(mailbox, mine, tagged=True, theirs=header.transfer)
         else:
             self.report(mailbox, receiving.seq)
         self._outcomes.finish(receiving, mailbox.fault)
@@ -88,25 +89,29 @@ class Comparison:
         mailbox.calls.offenders.add(peer)
         call = mailbox.calls.introduced.get((peer, header.fingerprint))
         if call is not None:
-            if not header.flags & TAGGED:
-                call = attrs.evolve(call, seq=header.seq)
+            call = call.with_tag(header.tag) if header.flags & TAGGED else attrs.evolve(call, seq=header.seq)
             mailbox.calls.described.setdefault(peer, called_of(header, call))
 
-    def report(self, mailbox: Mailbox, seq: int | None, mine: int = 0, theirs: int = 0) -> None:
+    def report(self, mailbox: Mailbox, seq: int) -> None:
+        """Fail the group because calls of a collective differ, and send this rank's to all members, once."""
+        if mailbox.fault is None:
+            self._report(mailbox, mailbox.calls.describe(seq, 0))
+
+    def _report(self, mailbox: Mailbox, called: Called, tagged: bool = False, theirs: int = 0) -> None:
         """Fail the group because calls differ, and send this rank's call to all members, once.
 
         Args:
-            seq: The collective; None for a point-to-point message.
-            mine: Number of this rank's message then.
-            theirs: Number that the sender gave it.
+            called: This rank's call.
+            tagged: It is a point-to-point operation.
+            theirs: Number that the sender gave the message then; 0 if it gave none.
         """
         if mailbox.fault is not None:
             return
-        called = mailbox.calls.mine = mailbox.calls.describe(seq, mine)
+        mailbox.calls.mine = called
         # Asynchronous messages fail with it as it is: only a thread that waits can add calls that come later.
         mailbox.fault = explained(mailbox.calls)
         # Reported first: a withdrawn message looks to others like one of a rank that gave up by itself.
-        self._tell_mismatch(mailbox, called, seq is None, theirs)
+        self._tell_mismatch(mailbox, called, tagged, theirs)
         self._outcomes.fail(mailbox, mailbox.fault)
 
     def _tell_mismatch(self, mailbox: Mailbox, called: Called, tagged: bool, theirs: int) -> None:
@@ -144,18 +149,23 @@ class Comparison:
     ) -> None:
         said, *accusations = bytes(payload or b"").split(b"\n")
         mailbox.calls.described[peer] = called_of(header, Call.decode(said))
+        own: Called | None = None
         for line in accusations:
             number, _, text = line.partition(b" ")
             rank = int(number) if number.isdigit() else -1
-            if rank != mailbox.rank and 0 <= rank < len(mailbox.cards):
+            call = Call.decode(text) if text else Call()
+            if rank == mailbox.rank:
+                own = Called(call.seq, 0, call.text, call)
+            elif 0 <= rank < len(mailbox.cards):
                 mailbox.calls.offenders.add(rank)
                 if text:
-                    call = Call.decode(text)
                     mailbox.calls.described.setdefault(rank, Called(call.seq, 0, call.text, call))
         tagged = bool(header.flags & TAGGED)
-        if tagged and header.transfer:  # it is about a message that this rank sent
+        if tagged and own is not None:  # it is about a message that this rank sent
             mailbox.calls.offenders.add(peer)
-            self.report(mailbox, None, mine=header.transfer)
+            if header.transfer or own.call.op != "send":
+                own = called_in_message(mailbox, "send", peer, header.transfer)
+            self._report(mailbox, own, tagged=True)
         elif tagged:  # it is between others
             if mailbox.waits_for_collective():
                 mailbox.calls.put_off_ns = time.monotonic_ns() + PUT_OFF_NS
@@ -173,20 +183,23 @@ class Comparison:
 
     # Introductions
 
-    def introduce(self, mailbox: Mailbox, link: Link, peer: int, fingerprint: int, seq: int | None) -> None:
+    def introduce(
+        self, mailbox: Mailbox, link: Link, peer: int, fingerprint: int, seq: int | None, number: int = 0
+    ) -> None:
         """Send a member the call behind a fingerprint, once, before the first message that carries it.
 
         A rank that only sends may be done and compute when others find that it called something else.
 
         Args:
             seq: The collective that it is of; None for a point-to-point message.
+            number: Number of that message; 0 for the last one.
         """
         told = mailbox.calls.told[peer]
         if len(told) >= MAX_TOLD:
             told.clear()
         told.add(fingerprint)
-        called = mailbox.calls.describe(seq, 0)
-        if called.fingerprint == fingerprint:
+        called = mailbox.calls.describe(seq, number)
+        if called.fingerprint == fingerprint and (seq is not None or _is_message(called.call, "send", peer)):
             payload = called.call.encode()
             header = Header(
                 Kind.CALLED,
@@ -201,6 +214,27 @@ class Comparison:
         self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
     ) -> None:
         mailbox.calls.note_introduced(peer, header.fingerprint, Call.decode(payload or b""))
+
+
+def called_in_message(mailbox: Mailbox, op: str, peer: int, number: int) -> Called:
+    """Return this rank's call whose message has a number; without its details if it is not known any more.
+
+    Args:
+        mailbox: The group.
+        op: ``"send"`` or ``"recv"``.
+        peer: Group rank of the other side.
+        number: The message's number; 0 for the last operation.
+    """
+    called = mailbox.calls.describe(None, number)
+    if _is_message(called.call, op, peer):
+        return called
+    text = f"{op}(peer={peer}), which is long ago"
+    return Called(0, 0, text, Call(op=op, peer=peer, text=text))
+
+
+def _is_message(call: Call, op: str, peer: int) -> bool:
+    """Whether a call may be the one of a message; a receive from any rank has no peer."""
+    return call.op == op and call.peer in ((peer,) if op == "send" else (peer, None))
 
 
 def called_of(header: Header, call: Call) -> Called:

@@ -137,7 +137,7 @@ class Dispatch:
             return
         if sending.fingerprint not in mailbox.calls.told[sending.peer]:
             seq = None if sending.tagged else sending.seq
-            self._comparison.introduce(mailbox, link, sending.peer, sending.fingerprint, seq)
+            self._comparison.introduce(mailbox, link, sending.peer, sending.fingerprint, seq, sending.number)
         account = mailbox.accounts[sending.tagged][sending.peer]
         if not sending.unasked:
             sending.unasked = link.is_free_socket and _may_be_prompt(account, sending)

@@ -1,0 +1,114 @@
+"""Random programs of messages, one of which does not fit: both sides name the calls of that message."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from support.ranks import Tenant, run_ranks
+
+from dist2 import Dist2Error, MismatchError, ProcessGroup
+
+TENANTS = (
+    Tenant("inproc", "socket", {"transport": "inproc"}),
+    Tenant("tcp", "socket", {"transport": "tcp"}),
+    Tenant("shm", "socket", {"transport": "shm"}),
+    Tenant("2+1", "socket", layout=(0, 0, 1)),
+)
+RANKS = 3
+LENGTHS = (1, 3, 10, 20_000, 400_000)
+"""Short messages, those that are lent inside a host, and those that are announced."""
+
+
+@attrs.frozen
+class Message:
+    """A message, and the tensor that its receiver has for it.
+
+    Attributes:
+        room: Length of that tensor.
+        blocks: Its sender waits for it.
+        from_any: Its receiver takes it from any rank.
+    """
+
+    src: int
+    dst: int
+    tag: int
+    numel: int
+    room: int
+    dtype: torch.dtype
+    blocks: bool
+    from_any: bool
+
+
+def program(plan: random.Random) -> tuple[list[Message], int]:
+    """Return messages in order, and the index of the one that does not fit."""
+    messages = []
+    for at in range(plan.randrange(3, 12)):
+        src = plan.randrange(RANKS)
+        dst = plan.choice([rank for rank in range(RANKS) if rank != src])
+        numel = plan.choice(LENGTHS)
+        messages.append(Message(src, dst, at % 4, numel, numel, torch.float32, plan.random() < 0.3, False))
+    bad = plan.randrange(len(messages))
+    wrong = messages[bad]
+    if plan.random() < 0.5:
+        wrong = attrs.evolve(wrong, room=plan.choice([each for each in LENGTHS if each != wrong.numel]))
+    else:
+        wrong = attrs.evolve(wrong, dtype=torch.int32)
+    if plan.random() < 0.2:
+        wrong = attrs.evolve(wrong, from_any=True, tag=100)  # no other message could be taken in its place
+    messages[bad] = wrong
+    return messages, bad
+
+
+def run(messages: list[Message], pg: ProcessGroup) -> Dist2Error | None:
+    """Make this rank's calls; return its error."""
+    me, works = pg.rank(), []
+    try:
+        for each in messages:
+            if each.src == me:
+                send = pg.send if each.blocks else pg.isend
+                works.append(send(torch.ones(each.numel), each.dst, each.tag))
+            if each.dst == me:
+                room = torch.empty(each.room, dtype=each.dtype)
+                pg.recv(room, None if each.from_any else each.src, each.tag)
+        for work in works:
+            work.wait()
+        pg.barrier()
+    except Dist2Error as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("tenant", TENANTS, ids=str)
+@pytest.mark.parametrize("seed", range(40))
+def test_both_sides_name_the_calls_of_the_message_that_does_not_fit(tenant: Tenant, seed: int) -> None:
+    messages, bad = program(random.Random(seed))
+    wrong = messages[bad]
+    all_have_ended = threading.Barrier(RANKS)
+
+    def body(pg: ProcessGroup) -> Dist2Error | None:
+        error = run(messages, pg)
+        all_have_ended.wait(20)  # a rank that leaves could be noticed before the reports of others
+        return error
+
+    errors: list[Any] = run_ranks(RANKS, body, tenant)
+    for rank in (wrong.src, wrong.dst):
+        error = errors[rank]
+        assert isinstance(error, MismatchError), (rank, errors, messages, bad)
+        sent, received = error.calls[wrong.src], error.calls[wrong.dst]
+        assert (sent.op, sent.peer, sent.tag, sent.shapes) == (
+            "send",
+            wrong.dst,
+            wrong.tag,
+            ((wrong.numel,),),
+        )
+        assert (received.op, received.tag, received.shapes) == ("recv", wrong.tag, ((wrong.room,),))
+        assert received.peer == (None if wrong.from_any else wrong.src)
+        assert error.expected == error.calls[rank].text
+    other = errors[3 - wrong.src - wrong.dst]
+    assert isinstance(other, MismatchError), errors
+    assert other.calls[wrong.dst].op == "recv" and other.calls[wrong.src].op == "send"
