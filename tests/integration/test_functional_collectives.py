@@ -198,6 +198,9 @@ def _in_place(pg: ProcessGroup) -> None:
         rows = [torch.zeros(4) for _ in range(WORLD)]
         funcol.all_gather_inplace(rows, mine(rank), pg)
         compare(torch.cat(rows), GATHERED)
+        if hasattr(functional, "reduce_scatter_inplace"):  # since torch 2.14
+            functional.reduce_scatter_inplace(reduced.zero_(), list(numbered(rank).chunk(WORLD)), "sum", pg)
+            compare(reduced, part(rank))
 
 
 def test_functional_collectives_in_place(run: Run) -> None:
@@ -231,6 +234,7 @@ def test_every_function_is_tried() -> None:
     tried = {name.partition(",")[0] for name in CASES}
     apart = {  # the last asks for a backend in C++, which groups in Python cannot have
         "all_gather_tensor_inplace",
+        "reduce_scatter_inplace",
         "reduce_scatter_tensor_inplace",
         "all_reduce_inplace",
         "all_to_all_inplace",
