@@ -68,7 +68,7 @@ class PythonTally:
 
 
 _Tally = PythonTally if records is None else records.Tally
-_Ring: Any = getattr(records, "Ring", PythonRing)  # an extension that was built before has none
+_Ring: Any = PythonRing if records is None else records.Ring
 
 
 class Frame(NamedTuple):
