@@ -8,7 +8,10 @@ view accepts no decision of an earlier one, except from that coordinator itself.
 which has an answer from every survivor, knows of every decision that one of them has accepted, and
 repeats the latest.
 
-All this holds if only ranks are taken for gone that are: the failure detector may be slow, not wrong.
+All this holds if only ranks are taken for gone that are: the failure detector may be slow, not wrong. Where
+two ranks have lost their connection, each holds the other for gone though both live. The coordinator, which
+has the votes of both, leaves one of them out: see `settle`. If the coordinator is one of the two, the other
+gets no answer from it, and all others accept its decision.
 It follows the agreement of MPI's User Level Failure Mitigation (Bland et al., 2013; Herault et al., 2015:
 early returning agreement), with a flat tree.
 """
@@ -99,6 +102,7 @@ class Consensus:
         self._told: Vote | None = None
         self._votes: dict[int, Vote] = {}
         self._decisions: dict[int, Decision] = {}
+        self._settles = False
 
     def propose(self, flags: int, gone: Iterable[int], shrinks: bool = False) -> Letters:
         """Vote. To vote again otherwise replaces the first vote, if nothing is decided yet.
@@ -118,6 +122,15 @@ class Consensus:
         self._gone.add(rank)
         return self._advance()
 
+    def settle(self) -> Letters:
+        """As the coordinator, leave out ranks so that no two remain of which one holds the other for gone.
+
+        Both have voted, so both live, and have lost their connection; or one has died since, which the
+        coordinator learns in a moment: it calls this after that moment.
+        """
+        self._settles = True
+        return self._advance()
+
     def receive(self, sender: int, letter: Letter) -> Letters:
         """Take in a letter."""
         if self.rank in letter.failed:
@@ -132,6 +145,26 @@ class Consensus:
     def awaited(self) -> list[int]:
         """The remaining ranks that have sent neither a vote nor a decision."""
         return [rank for rank in self._left() if rank not in self._votes and rank not in self._decisions]
+
+    @property
+    def is_disputed(self) -> bool:
+        """Whether only `settle` can end this: all have voted, and some hold others of them for gone."""
+        return self.decision is None and self._is_complete and not self._decisions and bool(self._disputes())
+
+    @property
+    def _is_complete(self) -> bool:
+        left = self._left()
+        return (
+            self._view == self.rank
+            and min([self.rank, *left]) == self.rank
+            and all(map(self._has_answered, left))
+        )
+
+    def _disputes(self) -> list[tuple[int, int]]:
+        """Return the pairs of remaining ranks of which one holds the other for gone."""
+        left = self._left()
+        voted = [rank for rank in left if rank in self._votes]
+        return [(rank, other) for rank in voted for other in self._votes[rank].failed if other in left]
 
     def _left(self) -> list[int]:
         return [rank for rank in self._others if rank not in self._gone]
@@ -151,9 +184,10 @@ class Consensus:
         if self._told is None or attrs.evolve(self._told, failed=mine.failed) != mine:
             self._told = mine
             letters = [(rank, mine) for rank in self._left()]
-        if coordinator == self.rank and all(map(self._has_answered, self._left())):
+        if self._is_complete:
             latest = max(self._decisions.values(), key=lambda decision: decision.view, default=None)
-            letters += self._decide(latest or self._count())
+            if latest is not None or self._settles or not self._disputes():
+                letters += self._decide(latest or self._count())
         return letters
 
     def _binding(self) -> Decision | None:
@@ -176,13 +210,24 @@ class Consensus:
         """Return the decision that the votes give."""
         assert self._flags is not None  # only called after `propose`
         votes = [self._votes[rank] for rank in self._left()]
-        failed = frozenset(self._gone).union(*(vote.failed for vote in votes))
+        accused = frozenset().union(*(vote.failed for vote in votes))
+        failed = frozenset(self._gone) | (accused - set(self._left())) | self._settled()
         flags, shrinking = self._flags, self._shrinking
         for rank in self._left():
             if rank not in failed:
                 flags &= self._votes[rank].flags
                 shrinking |= self._votes[rank].shrinking
         return Decision(self.rank, flags, failed, shrinking)
+
+    def _settled(self) -> set[int]:
+        """Return the ranks to leave out for their disputes: those in most of them first, then the highest."""
+        disputes, out = self._disputes(), set[int]()
+        while disputes:
+            ranks = [rank for pair in disputes for rank in pair]
+            worst = max(ranks, key=lambda rank: (ranks.count(rank), rank))
+            out.add(worst)
+            disputes = [pair for pair in disputes if worst not in pair]
+        return out
 
     def _decide(self, decision: Decision) -> Letters:
         self._view = max(self._view, decision.view)

@@ -87,7 +87,8 @@ class RankNames:
         for rank, words in ends.items():
             alike.setdefault((words, self.process_of(rank)), []).append(rank)
         if len(alike) > _MOST_ENDS:
-            return f"{self(ends)} died"
+            cut_off = any("lost the connection" in words for words in ends.values())
+            return f"{self(ends)} {'died, or are cut off' if cut_off else 'died'}"
         return "; ".join(
             f"{self.with_process(ranks[0]) if process else self(ranks)} {words}"
             for (words, process), ranks in alike.items()

@@ -266,3 +266,65 @@ def _forgetful(advance: Callable[[Consensus], Letters]) -> Callable[[Consensus],
         return letters
 
     return forgets
+
+
+class Split(World):
+    """Two of the ranks lose their connection, at any time: both live, and each takes the other for gone."""
+
+    def __init__(self, world_size: int, ends: tuple[int, int]) -> None:
+        super().__init__(world_size, [~0] * world_size)
+        self.ends = ends
+        self.whole = True
+
+    def moves(self) -> list[Callable[[], None]]:
+        return [*super().moves(), self.cut] if self.whole else super().moves()
+
+    def cut(self) -> None:
+        """Lose the letters on their way between the two; each learns of it later."""
+        self.whole = False
+        first, second = self.ends
+        for wire in (self.ends, (second, first)):
+            self.wires.pop(wire, None)
+            self.untold.add(wire)
+
+    def send(self, sender: int, letters: Letters) -> None:
+        others = [(to, letter) for to, letter in letters if self.whole or {sender, to} != set(self.ends)]
+        super().send(sender, others)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.integers(3, 5), st.randoms(use_true_random=False))
+def test_a_lost_connection_between_two_that_live_is_settled_in_one_way(size: int, random: Random) -> None:
+    first, second = random.sample(range(size), 2)
+    world = Split(size, (first, second))
+    while True:
+        while moves := world.moves():
+            random.choice(moves)()
+        for rank, consensus in enumerate(world.ranks):
+            if consensus.is_disputed:
+                world.send(rank, consensus.settle())
+        if not world.moves():
+            break
+    remaining = [each for each in world.ranks if not each.expelled]
+    assert len(remaining) >= size - 1
+    assert {each.rank for each in world.ranks if each.expelled} <= {first, second}
+    for each in remaining:
+        assert each.decision is not None, "a rank has no answer"
+    (failed,) = {each.decision.failed for each in remaining if each.decision is not None}
+    assert failed <= {first, second}
+    assert len(failed) <= 1
+
+
+def test_a_rank_that_lost_many_connections_is_left_out_before_those_that_lost_one() -> None:
+    ranks = [Consensus(rank, 4) for rank in range(4)]
+    lost = {0: (), 1: (2, 3), 2: (1,), 3: (1,)}
+    world = World(4, [~0] * 4)
+    world.ranks = ranks
+    for rank, gone in lost.items():
+        world.send(rank, ranks[rank].propose(~0, gone))
+    while moves := world.moves()[len(world.unborn) :]:
+        moves[0]()
+    assert ranks[0].is_disputed
+    world.send(0, ranks[0].settle())
+    assert ranks[0].decision is not None
+    assert ranks[0].decision.failed == {1}

@@ -95,6 +95,8 @@ ANSWER = 2
 """Flag of a `PROBE`: it answers one, and wants no answer itself."""
 ABORTED = 4
 """Flag of a `LEAVE`: it was not in good order, and the group cannot go on."""
+UNSEEN = 8
+"""Flag of a `DEATH`: nobody saw one; a process has lost its connection to another."""
 
 
 class Header(NamedTuple):

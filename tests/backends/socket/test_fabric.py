@@ -565,7 +565,7 @@ def test_a_process_that_is_gone_without_a_word_is_dead_to_all(make: Callable[[in
         link.close()
 
     def survive(mine: int) -> tuple[int, ...]:
-        with pytest.raises(PeerLostError, match="died") as caught:
+        with pytest.raises(PeerLostError, match="lost the connection to it") as caught:
             take(endpoints[mine], 3 - mine, 1)
         return caught.value.ranks
 
@@ -582,7 +582,7 @@ def test_one_of_two_links_that_breaks_is_the_loss_of_the_peer(tcp: Callable[[int
     pump(*world.fabrics, until=lambda: all(len(each.linkage.links) == 2 for each in world.fabrics))
     assert ours.fileno() != theirs.fileno()
     ours.reject()
-    with pytest.raises(PeerLostError, match="died"):
+    with pytest.raises(PeerLostError, match="lost the connection to it"):
         take(first, 1, 1)
 
 

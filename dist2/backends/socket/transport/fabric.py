@@ -125,7 +125,7 @@ class Fabric:
         courier = self.courier = Courier(linkage, connector, presence)
         outcomes = self.outcomes = Outcomes(linkage, mailboxes)
         assembly = self.assembly = Assembly(courier, outcomes, presence.dead)
-        departures = Departures(linkage, presence, outcomes, assembly, mailboxes)
+        departures = Departures(linkage, presence, outcomes, assembly, mailboxes, self.card.fabric_id)
         comparison = self.comparison = Comparison(linkage, courier, outcomes)
         probes = self.probes = Probes(linkage, courier, presence, comparison, departures)
         borrower = Borrower(self.lock, linkage, courier, outcomes, mailboxes)

@@ -133,11 +133,11 @@ class Connector:
             opened = calling.entrance.advance()
         except AuthenticationError as error:
             self._linkage.refuse(link, error)
-        except (EOFError, OSError):
+        except (EOFError, OSError) as error:
             if calling.entrance.connected:
                 self._call_again(link, calling)
             else:
-                self._linkage.hang_up(link)
+                self._linkage.hang_up(link, error)
         else:
             if opened:
                 self._open(link, calling)
@@ -169,8 +169,8 @@ class Connector:
             return
         try:
             sock = self._connect(calling.card, calling.beside)
-        except (PeerLostError, ResourceError):
-            linkage.hang_up(link)
+        except (PeerLostError, ResourceError) as error:
+            linkage.hang_up(link, str(error))
             return
         self._epoll.unregister(link.fileno())
         del linkage.links[link.fileno()]

@@ -108,15 +108,20 @@ class Linkage:
         self._owner.link_is_gone(link)
         link.close()
 
-    def hang_up(self, link: Link) -> None:
-        """Drop a link whose other side is gone, or that has lost bytes."""
+    def hang_up(self, link: Link, error: BaseException | str = "") -> None:
+        """Drop a link whose other side is gone, or that has lost bytes.
+
+        Args:
+            link: The link.
+            error: The error of its last use, or the reason.
+        """
         refusal = explanation(link.reader.rest)
         if refusal is not None:
             self.refuse(link, refusal)
             return
         self.remove(link)
         if link.peer_id is not None:
-            self._presence.cut_off(link.peer_id)
+            self._presence.cut_off(link.peer_id, _reason(error))
 
     def refuse(self, link: Link, error: AuthenticationError) -> None:
         """Drop a link whose other side refuses this process, or fails authentication."""
@@ -187,14 +192,14 @@ class Linkage:
             (read or link.read)()
         except (EOFError, OSError) as error:
             if not (isinstance(error, OSError) and is_shortage(error)):  # then it is read again
-                self.hang_up(link)
+                self.hang_up(link, error)
         except AuthenticationError as error:  # a TLS listener says only now that it does not let us in
             self.refuse(link, error)
         except WireError as error:
             log.warning("closed the connection to %s: %s", link.peer_id, error)
-            self.hang_up(link)
-        except BaseException:  # a signal handler that raises: a frame may be half read
-            self.hang_up(link)
+            self.hang_up(link, error)
+        except BaseException as error:  # a signal handler that raises: a frame may be half read
+            self.hang_up(link, error)
             raise
 
     def serve(self, link: Link, event: int) -> None:
@@ -237,10 +242,19 @@ class Linkage:
             silent = isinstance(sock, socket.socket) and is_silent(sock, self._heartbeat_s)
             link.silent = link.silent + 1 if silent else 0
             if link.silent >= SILENT_LOOKS:
-                self.hang_up(link)
+                self.hang_up(link, f"its host did not answer for {self._heartbeat_s:g} s")
 
     def settle(self) -> None:
         """See to the congestion control of links, by how far the other host turns out to be."""
         for link in self.links.values():
             if link.settling and isinstance(sock := socket_below(link.sock), socket.socket):
                 link.settling = settle(sock, link.settling)
+
+
+def _reason(error: BaseException | str) -> str:
+    """Return why a link has ended, in words."""
+    if isinstance(error, EOFError):
+        return "closed by the other side"
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return (error if isinstance(error, str) else f"{type(error).__name__}: {error}") or "frames were lost"

@@ -9,6 +9,8 @@ from contextlib import suppress
 
 from dist2.runtime.other_process import how_ended
 
+LOST_S = 0.3
+"""Time after a link's end in which evidence of the peer's end is awaited."""
 GRACE_S = 0.05
 """Time after a link's end in which data of another link is still accepted."""
 
@@ -20,7 +22,8 @@ class Presence:
         epoll: Watches the descriptors that report the end of a process.
 
     Attributes:
-        dead: Processes that groups consider dead, and the end of each as text.
+        dead: Processes that groups consider gone, and the end of each as text.
+        unseen: Those among them of whose end there is no evidence: the connection to them was lost.
         ends: The ends of processes of this host as text.
         parted: Processes that have exited cleanly, or announced it.
         suspects: Processes that soon count as dead, and when (in seconds).
@@ -28,6 +31,7 @@ class Presence:
 
     def __init__(self, epoll: select.epoll) -> None:
         self.dead: dict[str, str] = {}
+        self.unseen: set[str] = set()
         self.ends: dict[str, str] = {}
         self.parted: set[str] = set()
         self.suspects: dict[str, float] = {}
@@ -36,6 +40,7 @@ class Presence:
         self._departed: dict[str, Callable[[], bool]] = {}
         self._exited: set[str] = set()
         self._cut: set[str] = set()
+        self._why: dict[str, str] = {}
 
     # Watched processes
 
@@ -69,7 +74,7 @@ class Presence:
         if self.has_parted(fabric_id):
             self.parted.add(fabric_id)
         self._departed.pop(fabric_id, None)  # it refers to the memory of the process
-        self.suspect(fabric_id)
+        self.suspects[fabric_id] = time.monotonic() + GRACE_S
 
     def is_watched(self, fabric_id: str) -> bool:
         """Whether the end of a process is seen without any link to it."""
@@ -82,14 +87,37 @@ class Presence:
 
     # Processes that are gone
 
-    def suspect(self, fabric_id: str) -> None:
-        """Declare a process gone after a moment: earlier data may still arrive over another link."""
-        self.suspects.setdefault(fabric_id, time.monotonic() + GRACE_S)
+    def suspect(self, fabric_id: str, why: str) -> None:
+        """Hold a process for gone after a moment, unless there is a link to it by then.
 
-    def cut_off(self, fabric_id: str) -> None:
+        Args:
+            fabric_id: The process.
+            why: Why there was none.
+        """
+        self._why[fabric_id] = why
+        self.suspects.setdefault(fabric_id, self._moment(fabric_id))
+
+    def cut_off(self, fabric_id: str, why: str) -> None:
         """Take in that a link to a process has ended."""
         self._cut.add(fabric_id)
-        self.suspect(fabric_id)
+        self._why.setdefault(fabric_id, why)
+        self.suspects.setdefault(fabric_id, self._moment(fabric_id))
+
+    def _moment(self, fabric_id: str) -> float:
+        """Return the end of the time in which evidence of the end of a process is awaited."""
+        return time.monotonic() + (GRACE_S if self.has_parted(fabric_id) else LOST_S)
+
+    def why_lost(self, fabric_id: str) -> str:
+        """Return why the connection to a process was lost."""
+        return self._why.get(fabric_id, "no answer")
+
+    def is_alive(self, fabric_id: str) -> bool:
+        """Whether this process knows by itself that another one has not ended: it watches that one."""
+        return fabric_id in self._departed and not self.has_parted(fabric_id)
+
+    def has_ended(self, fabric_id: str) -> bool:
+        """Whether this process has seen that another one has ended."""
+        return fabric_id in self._exited
 
     def overdue(self) -> list[str]:
         """Return those whose moment is over, and suspect them no more."""

@@ -158,7 +158,7 @@ class Reception:
                 self._welcome(link, guest.hello)
             except WireError as error:
                 log.warning("closed the connection to %s: %s", link.peer_id, error)
-                linkage.hang_up(link)
+                linkage.hang_up(link, error)
             else:
                 linkage.read(link)  # a poll does not report bytes that TLS has decrypted
 

@@ -61,6 +61,11 @@ class Assembly:
         self._deal(mailbox, agreements.number, consensus.propose(flags, mailbox.left | dead, shrinks))
         return consensus
 
+    def settle(self, mailbox: Mailbox) -> None:
+        """As the coordinator of the current agreement, leave out ranks that have lost their connection."""
+        agreements = mailbox.agreements
+        self._deal(mailbox, agreements.number, agreements.current().settle())
+
     def departed(self, mailbox: Mailbox, rank: int) -> None:
         """Go on without a member that died or left."""
         for number, consensus in mailbox.agreements.under_way():

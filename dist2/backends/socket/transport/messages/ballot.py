@@ -21,6 +21,8 @@ from dist2.runtime.rank_names import RankNames
 
 _TELL_S = 0.5
 _SLICE_NS = 100_000_000
+_SETTLE_NS = 1_000_000_000
+"""How long a dispute lasts before it is settled: this rank may soon learn that one of the two has died."""
 
 
 class Ballot:
@@ -62,6 +64,7 @@ class Ballot:
         with fabric.lock:
             number = mailbox.agreements.number
             consensus = fabric.assembly.propose(mailbox, flags, shrinks)
+        undisputed_ns = monotonic_ns()
         while monotonic_ns() < deadline_ns and mailbox.aborted is None:
             seen = list(departed())  # before the slice, in which their last messages arrive
             slice_ns = min(deadline_ns, monotonic_ns() + _SLICE_NS)
@@ -73,6 +76,10 @@ class Ballot:
                 break
             with fabric.lock:
                 fabric.departures.leave_out(mailbox, consensus, seen)
+                if not consensus.is_disputed:
+                    undisputed_ns = monotonic_ns()
+                elif monotonic_ns() - undisputed_ns > _SETTLE_NS:
+                    fabric.assembly.settle(mailbox)
             fabric.poller.tell_finished()
         decision = consensus.decision
         if decision is None:

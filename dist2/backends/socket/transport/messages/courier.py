@@ -55,8 +55,8 @@ class Courier:
         """Send a frame without payload about a message; a peer that is gone needs none."""
         try:
             link = self.reach(mailbox, peer)
-        except PeerLostError:
-            self._presence.suspect(mailbox.fabric_ids[peer])
+        except PeerLostError as error:
+            self._presence.suspect(mailbox.fabric_ids[peer], str(error))
             return
         except ResourceError as error:
             self._put_off(mailbox, peer, header.encode(), error)
@@ -70,8 +70,8 @@ class Courier:
             return
         try:
             link = self.reach(mailbox, rank)
-        except PeerLostError:
-            self._presence.suspect(fabric_id)
+        except PeerLostError as error:
+            self._presence.suspect(fabric_id, str(error))
             return
         except ResourceError as error:
             self._put_off(mailbox, rank, frame, error)

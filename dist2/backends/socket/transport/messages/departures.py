@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from dist2.backends.consensus import Consensus
 from dist2.backends.socket.transport.base import ANY_SOURCE
@@ -14,7 +14,7 @@ from dist2.backends.socket.transport.messages.assembly import Assembly
 from dist2.backends.socket.transport.messages.explaining import left_words
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
-from dist2.backends.socket.wire import ABORTED, Header, Kind
+from dist2.backends.socket.wire import ABORTED, TEXT_BYTES, UNSEEN, Header, Kind
 from dist2.errors import AuthenticationError, PeerLostError
 from dist2.security.refusals import refusals
 
@@ -32,6 +32,7 @@ class Departures:
         outcomes: Fails their messages.
         assembly: Notified of members that have lost their vote.
         mailboxes: The mailboxes of the open groups, by context.
+        me: Fabric id of this process.
 
     Attributes:
         deserted: Groups that a member has aborted, and when they fail for that (in seconds).
@@ -44,6 +45,7 @@ class Departures:
         outcomes: Outcomes,
         assembly: Assembly,
         mailboxes: dict[int, Mailbox],
+        me: str,
     ) -> None:
         self.deserted: dict[Mailbox, float] = {}
         self._linkage = linkage
@@ -51,6 +53,8 @@ class Departures:
         self._outcomes = outcomes
         self._assembly = assembly
         self._mailboxes = mailboxes
+        self._me = me
+        self._cuts: set[tuple[str, str]] = set()
 
     # Members
 
@@ -106,33 +110,76 @@ class Departures:
                 self.member_left(mailbox, peer)
 
     def process_died(self, fabric_id: str, words: str = "died") -> None:
-        """Declare a process dead: fail its groups, and notify processes that have no link to it.
+        """Declare a process dead that a rank of its host has seen end.
 
         Args:
             fabric_id: Its id.
             words: Its end, as reported by another process.
         """
+        presence = self._presence
+        if presence.is_alive(fabric_id) or (fabric_id in presence.dead and fabric_id not in presence.unseen):
+            return
+        presence.unseen.discard(fabric_id)
+        words = presence.ends.get(fabric_id, words)
+        self._bury(fabric_id, words, _frame(f"{fabric_id} {words}"))
+
+    def connection_lost(self, fabric_id: str, why: str) -> None:
+        """Fail the groups with a process that cannot be reached any more, of whose end nobody knows.
+
+        Other processes hear of the lost connection, and not of a death: see `cut_between`.
+        """
+        presence = self._presence
+        if fabric_id not in presence.dead:
+            presence.unseen.add(fabric_id)
+            self._cuts.add((self._me, fabric_id))
+            words = f"is cut off: lost the connection to it ({why})"
+            self._bury(fabric_id, words, _frame(f"{self._me} {fabric_id} {why}", UNSEEN))
+
+    def cut_between(self, reporter: str, lost: str, why: str) -> None:
+        """Take in that another process has lost its connection to a third one, or to this one.
+
+        Groups of both fail. Whether one of them is left out is for the survivors' vote: each may have
+        connections to all others.
+        """
+        if (reporter, lost) in self._cuts:
+            return
+        self._cuts.add((reporter, lost))
+        if lost == self._me:
+            self._presence.cut_off(reporter, why)
+            return
+        self._forward(_frame(f"{reporter} {lost} {why}", UNSEEN), (reporter, lost))
+        for mailbox in list(self._mailboxes.values()):
+            from_rank, rank = mailbox.rank_of(reporter), mailbox.rank_of(lost)
+            if from_rank is None or rank is None or not mailbox.left.isdisjoint({from_rank, rank}):
+                continue
+            names = mailbox.names
+            text = f"{names([rank])} is cut off: {names([from_rank])} lost the connection to it ({why})"
+            self._outcomes.fail(mailbox, PeerLostError(text, ranks=[rank]))
+
+    def _bury(self, fabric_id: str, words: str, frame: bytes) -> None:
+        """Hold a process for gone: fail its groups, and notify processes that have no link to it."""
         dead = self._presence.dead
         affected = [
             mailbox
             for mailbox in self._mailboxes.values()
             if (rank := mailbox.rank_of(fabric_id)) is not None and rank not in mailbox.left
         ]
-        if fabric_id in dead or not affected:
+        if not affected:
             return
-        dead[fabric_id] = self._presence.ends.get(fabric_id, words)
+        dead[fabric_id] = words
         # Reported first: a withdrawn message looks to others like one of a rank that gave up by itself.
-        payload = f"{fabric_id} {dead[fabric_id]}".encode()
-        frame = Header(Kind.DEATH, nbytes=len(payload)).encode() + payload
-        for other, link in list(self._linkage.outgoing.items()):
-            if other != fabric_id:
-                self._linkage.send(link, frame)
+        self._forward(frame, (fabric_id,))
         for mailbox in affected:
             error = lost_error(mailbox, dead)
             if isinstance(mailbox.fault, PeerLostError):
                 mailbox.fault = error  # later errors name all dead ranks
             self._outcomes.fail(mailbox, error)
             self._assembly.departed(mailbox, mailbox.fabric_ids.index(fabric_id))
+
+    def _forward(self, frame: bytes, but: Container[str]) -> None:
+        for other, link in list(self._linkage.outgoing.items()):
+            if other not in but:
+                self._linkage.send(link, frame)
 
     def process_refused(self, fabric_id: str, error: AuthenticationError) -> None:
         """A process refuses this one, or fails authentication: fail its groups."""
@@ -165,7 +212,10 @@ class Departures:
                 # lost with it.
                 for link in links:
                     self._linkage.remove(link)
-                self.process_died(fabric_id)
+                if presence.has_ended(fabric_id):
+                    self.process_died(fabric_id)
+                else:
+                    self.connection_lost(fabric_id, presence.why_lost(fabric_id))
 
     def _resolve_deserted(self) -> None:
         """Fail the groups that a member aborted a moment ago."""
@@ -173,6 +223,11 @@ class Departures:
         for mailbox in [each for each, end in self.deserted.items() if end <= now]:
             del self.deserted[mailbox]
             self._outcomes.fail(mailbox, aborted_error(mailbox))
+
+
+def _frame(text: str, flags: int = 0) -> bytes:
+    payload = text.encode()[:TEXT_BYTES]
+    return Header(Kind.DEATH, flags, nbytes=len(payload)).encode() + payload
 
 
 def lost_error(mailbox: Mailbox, dead: Mapping[str, str]) -> PeerLostError:

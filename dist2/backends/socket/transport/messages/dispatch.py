@@ -73,7 +73,7 @@ class Dispatch:
         elif refusal is None:
             refusal = self._unreachable(mailbox, sending.peer, sending.tagged)
             if isinstance(refusal, PeerLostError):
-                self._presence.suspect(mailbox.fabric_ids[sending.peer])
+                self._presence.suspect(mailbox.fabric_ids[sending.peer], str(refusal.__cause__))
         if refusal is not None:
             self._outcomes.finish(sending, refusal)
         elif sending.peer == mailbox.rank:
@@ -96,7 +96,7 @@ class Dispatch:
             refusal = self._unreachable(mailbox, receiving.peer, receiving.tagged)
             if isinstance(refusal, PeerLostError):
                 # Its earlier messages may still arrive; if not, the receive fails in a moment.
-                self._presence.suspect(mailbox.fabric_ids[receiving.peer])
+                self._presence.suspect(mailbox.fabric_ids[receiving.peer], str(refusal.__cause__))
                 return
         if refusal is not None:
             mailbox.forget(receiving)
@@ -121,7 +121,9 @@ class Dispatch:
         try:
             self._courier.reach(mailbox, peer)
         except PeerLostError as error:
-            return self._unreached(mailbox, peer, error)
+            refusal = self._unreached(mailbox, peer, error)
+            refusal.__cause__ = error
+            return refusal
         except ResourceError as error:
             return _lacking(mailbox.names([peer]), error, tagged)
         return None

@@ -17,7 +17,7 @@ from dist2.backends.socket.transport.messages.mailbox import Arrived, Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.backends.socket.transport.messages.probes import Probes
 from dist2.backends.socket.transport.messages.transfer import Sending
-from dist2.backends.socket.wire import Header, Kind, Loan
+from dist2.backends.socket.wire import UNSEEN, Header, Kind, Loan
 from dist2.errors import AuthenticationError, WireError
 
 _WORDS = 300
@@ -126,7 +126,11 @@ class Intake:
         """
         if header.kind is Kind.DEATH:
             fabric_id, _, words = bytes(payload or b"").decode(errors="replace").partition(" ")
-            self._departures.process_died(fabric_id, words[:_WORDS] or "died")
+            if header.flags & UNSEEN:
+                lost, _, why = words.partition(" ")
+                self._departures.cut_between(fabric_id, lost, why[:_WORDS])
+            else:
+                self._departures.process_died(fabric_id, words[:_WORDS] or "died")
             return
         if header.kind is Kind.BYE:
             self._presence.parted.add(link.peer_id or "")

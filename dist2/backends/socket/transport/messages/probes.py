@@ -74,8 +74,8 @@ class Probes:
         for rank in self._probed(mailbox):
             try:
                 links.append(self._courier.reach(mailbox, rank))
-            except PeerLostError:
-                self._nobody_answered(mailbox, rank)
+            except PeerLostError as error:
+                self._nobody_answered(mailbox, rank, error)
             except ResourceError:
                 continue  # it can be asked again
         return links
@@ -109,7 +109,7 @@ class Probes:
             + payload
         )
 
-    def _nobody_answered(self, mailbox: Mailbox, rank: int) -> None:
+    def _nobody_answered(self, mailbox: Mailbox, rank: int, error: PeerLostError) -> None:
         """No process listens at a member's address.
 
         The member may have exited cleanly without a link for its report, after it did its part: then others
@@ -122,7 +122,7 @@ class Probes:
         if self._presence.is_watched(fabric_id):
             return
         if self._did_not_call(mailbox, rank, at_least=1):
-            self._departures.process_died(fabric_id)
+            self._departures.connection_lost(fabric_id, str(error))
 
     @staticmethod
     def _did_not_call(mailbox: Mailbox, rank: int, at_least: int = 0) -> bool:

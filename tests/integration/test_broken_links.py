@@ -1,0 +1,95 @@
+"""One connection between two hosts is reset: no rank has died, all are told the same, and all agree."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import Any
+
+import pytest
+import torch
+from support.processes import caught, hear, tell
+from support.ranks import Tenant, run_ranks
+from support.time_limits import in_time
+
+from dist2 import Dist2Error, PeerLostError, ProcessGroup
+from dist2.backends.socket.backend import SocketBackend
+
+TOLD_S = 1.5
+SETTLED_S = 4.0
+HOSTS = (0, 0, 1, 1)
+
+
+def reset(pg: ProcessGroup, peer: int) -> None:
+    """Reset the connections of this rank to another one, as a middlebox may."""
+    backend = pg.backend
+    assert isinstance(backend, SocketBackend)
+    fabric, mailbox = backend.endpoint._fabric, backend.endpoint._mailbox
+    with fabric.lock:
+        fabric.courier.reach(mailbox, peer)
+        for link in fabric.linkage.to(mailbox.fabric_ids[peer]):
+            assert isinstance(link.sock, socket.socket)
+            link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            link.reject()
+
+
+def _break(pg: ProcessGroup, ends: tuple[int, int]) -> dict[str, Any]:
+    """Lose the connection of two ranks in the middle of work; go on with those that remain."""
+    everyone = [f"{rank} knows" for rank in range(pg.size())]
+    pg.all_reduce(torch.ones(4))
+    for peer in range(pg.rank()):  # all are connected, as after a wait
+        pg.send(torch.ones(1), peer)
+    for peer in range(pg.rank() + 1, pg.size()):
+        pg.recv(torch.ones(1), peer)
+    pg.barrier()
+    if pg.rank() == ends[0]:
+        reset(pg, ends[1])
+
+    def until_told() -> None:
+        while True:
+            pg.all_reduce(torch.ones(4))
+
+    error, took_s = caught(PeerLostError, until_told)
+    tell(pg, everyone[pg.rank()])
+    hear(pg, *everyone)
+    result: dict[str, Any] = {"text": str(error), "ranks": error.ranks, "took_s": took_s}
+    try:
+        left = pg.shrink(timeout=10)
+    except Dist2Error as expelled:
+        result["expelled"] = (type(expelled), str(expelled))
+        return result
+    total = torch.ones(1)
+    left.all_reduce(total)
+    result["left"] = left.info.global_ranks
+    result["total"] = total.item()
+    left.shutdown()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ends", "left"),
+    [
+        (HOSTS, (0, 2), (0, 1, 3)),  # one of them is the coordinator of the vote
+        (HOSTS, (2, 0), (0, 1, 3)),
+        (HOSTS, (1, 2), (0, 1, 3)),  # none is: it settles the dispute
+        (HOSTS, (3, 1), (0, 1, 2)),
+        ((0, 1, 2), (1, 2), (0, 1)),
+    ],
+)
+def test_a_reset_connection_between_hosts_is_no_death_and_settled_in_one_way(
+    hosts: tuple[int, ...], ends: tuple[int, int], left: tuple[int, ...]
+) -> None:
+    results = run_ranks(len(hosts), lambda pg: _break(pg, ends), Tenant("hosts", "socket", layout=hosts))
+    for rank, result in enumerate(results):
+        assert "died" not in result["text"]
+        assert "lost the connection to it" in result["text"]
+        assert set(result["ranks"]) <= set(ends) - {rank}, (rank, result)
+        if rank in left:
+            assert result["left"] == left, (rank, result)
+            assert result["total"] == len(left)
+        else:
+            kind, text = result["expelled"]
+            assert kind is PeerLostError
+            assert "consider this rank lost" in text
+    for result in results:
+        in_time(result["took_s"], TOLD_S)
