@@ -11,6 +11,8 @@ from contextlib import suppress
 from importlib import import_module
 from types import ModuleType
 
+import torch.distributed
+
 from dist2._moved import MOVED, MovedModules
 from dist2.backends.consensus import Agreement
 from dist2.backends.registry import ProcessGroupFactory, backend_names, builtin_factory, register_backend
@@ -98,7 +100,25 @@ def __getattr__(name: str) -> ModuleType:
     """Return a part that is imported when it is first used, or a module that has moved."""
     if name in _ON_DEMAND or f"{__name__}.{name}" in MOVED:
         return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_instead(name)}")
+
+
+def _instead(name: str) -> str:
+    """Return the place of a name of torch.distributed in dist2, for an error."""
+    if name.startswith("_") or not hasattr(torch.distributed, name):
+        return ""
+    group = "make a group, pg = dist2.new_group('socket')"
+    if name == "init_process_group":
+        return f": {group}; or for the global API, import dist2.legacy as dist"
+    if hasattr(ProcessGroup, name):
+        return (
+            f": it is a method of a group: {group}, and call pg.{name}(...); or import dist2.legacy as dist"
+        )
+    return f": it belongs to the global API: import dist2.legacy as dist, and use dist.{name}"
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_ON_DEMAND, "__version__"})
 
 
 @before_fork

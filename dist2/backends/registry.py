@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -145,8 +146,12 @@ def builtin_factory(name: str) -> BackendFactory:
             "dist2 was imported without its installation's metadata, which names its backends; install it: "
             "pip install --no-deps --editable PATH_OF_THE_SOURCES"
         )
-    known = ", ".join(backend_names())
-    raise UnknownBackendError(f"backend must be one of {known}; got {name!r} (Backend {name} not registered)")
+    names = backend_names()
+    meant = "".join(f"; did you mean {each!r}?" for each in difflib.get_close_matches(name, names, n=1))
+    known = ", ".join(names)
+    raise UnknownBackendError(
+        f"backend must be one of {known}; got {name!r} (Backend {name} not registered){meant}"
+    )
 
 
 def build(spec: GroupSpec) -> Backend | TorchProcessGroup:

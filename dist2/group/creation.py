@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 
@@ -12,7 +13,7 @@ from torch.distributed import Store
 
 from dist2.backends.base import Backend, GroupSpec
 from dist2.backends.registry import build, builtin_factory, registered_factory, single_name
-from dist2.errors import InvalidUsageError
+from dist2.errors import InvalidUsageError, RendezvousError
 from dist2.group.process_group import ProcessGroup
 from dist2.operation.instruments import dispatch
 from dist2.operation.signature import GroupInfo
@@ -96,7 +97,11 @@ def new_group(
     if init_method is None and store is None:
         init_method = getattr(factory, "init_method", None)
     with scarce_resources():
-        met = _meet(init_method, store, rank, world_size, timeout_s)
+        try:
+            met = _meet(init_method, store, rank, world_size, timeout_s)
+        except RendezvousError:
+            _check_backend(factory, checked_device, options)  # no launcher helps where it cannot run
+            raise
     rank, world_size = met.rank, met.world_size
     with ExitStack() as building:
         scoped, uid = met.store, secrets.token_hex(6)
@@ -104,9 +109,7 @@ def new_group(
             asked = {"backend": repr(backend)}
             watch = join_group(met.store, rank, world_size, timeout_s, asked, name, met.roll)
             scoped = building.enter_context(watch)
-            check = getattr(factory, "check", None)
-            if check is not None:  # before it waits for others, which the block notifies
-                check(checked_device, options)
+            _check_backend(factory, checked_device, options)  # the block notifies waiting ranks
             uid = agree(watch, timeout_s)
         info = GroupInfo(
             uid=uid,
@@ -118,6 +121,13 @@ def new_group(
         )
         spec = GroupSpec(info, scoped, timeout_s, checked_device, options)
         return _group(spec, _built(spec))
+
+
+def _check_backend(factory: object, device: torch.device, options: Mapping[str, object]) -> None:
+    """Check the device, the options and the packages of a backend, if it offers that."""
+    check = getattr(factory, "check", None)
+    if check is not None:
+        check(device, options)
 
 
 def open_group(spec: GroupSpec) -> ProcessGroup:

@@ -6,7 +6,7 @@ messages with tags.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 
@@ -225,6 +225,20 @@ def create(spec: GroupSpec) -> NcclBackend:
     )
     with shut_down_on_failure(control):
         return NcclBackend(spec, options, control, device, library)
+
+
+def check(device: torch.device, options: Mapping[str, object]) -> None:
+    """Check options, and that NCCL is here; `new_group` calls this before it waits for other ranks.
+
+    Raises:
+        BackendUnavailableError: There is no GPU, or a package is missing.
+        UnknownOptionError, InvalidUsageError: An option is wrong.
+    """
+    if NcclOptions.parse(options).platform is None:
+        load()
+
+
+create.check = check  # type: ignore[attr-defined]  # found by `new_group`
 
 
 def _platform(device: torch.device, options: NcclOptions) -> tuple[Device, Library]:

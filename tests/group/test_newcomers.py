@@ -1,0 +1,61 @@
+"""Errors that newcomers meet: each says the right spelling."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dist2
+from dist2 import BackendUnavailableError, UnknownBackendError
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("all_reduce", r"method of a group: .*new_group\('socket'\), and call pg.all_reduce.*dist2.legacy"),
+        (
+            "init_process_group",
+            r"make a group, pg = dist2.new_group\('socket'\); or .*import dist2.legacy as",
+        ),
+        ("get_world_size", "global API: import dist2.legacy as dist, and use dist.get_world_size"),
+        ("nothing_of_the_kind", "no attribute 'nothing_of_the_kind'$"),
+    ],
+)
+def test_names_of_torch_distributed_are_located(name: str, words: str) -> None:
+    with pytest.raises(AttributeError, match=words):
+        getattr(dist2, name)
+
+
+def test_the_module_lists_its_public_names() -> None:
+    assert set(dir(dist2)) == {*dist2.__all__, "legacy", "torch_backend", "__version__"}
+    assert all(hasattr(dist2, name) for name in dir(dist2))
+
+
+def test_a_misspelt_backend_is_recognised() -> None:
+    with pytest.raises(UnknownBackendError, match=r"did you mean 'socket'\?$"):
+        dist2.new_group("scoket", store=dist2.HashStore(), rank=0, world_size=1)
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this build of torch has CUDA")
+@pytest.mark.parametrize("name", ["nccl", "cpu:socket,cuda:nccl"])
+def test_a_backend_that_cannot_run_is_told_before_a_launcher_is_asked_for(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(BackendUnavailableError, match="needs a build of torch for GPUs"):
+        dist2.new_group(name)
+    with pytest.raises(dist2.RendezvousError, match="RANK expected"):
+        dist2.new_group("socket")
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [("world_size", r"pg.size\(\)"), ("all_gather_into_tensor", r"pg.all_gather_single\(output, input\)")],
+)
+def test_methods_of_a_group_are_located(name: str, call: str) -> None:
+    with dist2.new_group("socket", store=dist2.HashStore(), rank=0, world_size=1) as pg:
+        with pytest.raises(AttributeError, match=rf"no attribute '{name}': call {call}$"):
+            getattr(pg, name)
+        with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
+            pg.nothing  # noqa: B018
