@@ -18,11 +18,21 @@ from dist2.runtime.arguments import as_int, shown
 Tensors = Sequence[torch.Tensor]
 
 
+def _instead(given: object) -> str:
+    """Return the tensor to pass in place of an object, for an error."""
+    if type(given).__module__ == "numpy":
+        return "; use torch.from_numpy(array)"
+    if isinstance(given, (int, float, str, list, tuple, dict)):
+        return "; use torch.tensor(...) for numbers, or a method for objects, such as broadcast_object"
+    return ""
+
+
 def check_tensor(tensor: object, argument: str, device_types: Sequence[str]) -> torch.Tensor:
     """Return a dense tensor on a device of the backend."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentTypeError(
-            f"{argument} must be a torch.Tensor, got {type(tensor).__name__}: {shown(tensor)}"
+            f"{argument} must be a torch.Tensor, got {type(tensor).__name__}: "
+            f"{shown(tensor)}{_instead(tensor)}"
         )
     if tensor.layout is not torch.strided or tensor.is_nested:
         layout = "nested" if tensor.is_nested else tensor.layout

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
@@ -59,3 +62,18 @@ def test_methods_of_a_group_are_located(name: str, call: str) -> None:
             getattr(pg, name)
         with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
             pg.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (np.ones(2), r"ndarray: .*; use torch.from_numpy\(array\)$"),
+        ([1.0], r"(float|list): \[?1.0\]?; use torch.tensor\(...\) for numbers, or .*broadcast_object$"),
+        (None, r"NoneType: None$"),
+    ],
+)
+def test_objects_that_are_no_tensors_are_told_how_to_become_one(given: Any, words: str) -> None:
+    with dist2.new_group("socket", store=dist2.HashStore(), rank=0, world_size=1) as pg:
+        for call in (lambda: pg.all_reduce(given), lambda: pg.broadcast(given, root=0)):
+            with pytest.raises(TypeError, match=words):
+                call()
