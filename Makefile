@@ -17,7 +17,7 @@ TORCH_CPU := $(if $(GPU)$(findstring +,$(TORCH)),,$(TORCH)+cpu)
 
 .PHONY: demo test test-all lint format docs fuzz clean wheel gpu-test gpu-bench
 
-$(VENV)/.installed: pyproject.toml $(wildcard dist2/compiled/source/*.h dist2/compiled/source/*/*.[ch])
+$(VENV)/.installed: pyproject.toml setup.py $(wildcard dist2/compiled/source/*.[ch] dist2/compiled/source/*/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("dist2 needs Python 3.11 or newer; $(PYTHON) is Python %d.%d. Name another one: make $(or $(MAKECMDGOALS),demo) PYTHON=python3.12" % sys.version_info[:2])'
 	@echo "Installing into $(VENV) (once; about 1.5 GB there with torch's build for CPUs): $(TORCH), then dist2 with its"
 	@echo "extra \"dev\" (listed in pyproject.toml), from the package index that pip is configured for."
@@ -48,9 +48,9 @@ test: $(VENV)/.installed
 # the stub of NCCL run, and those of the GPU are skipped with the reason.
 IN_PLACE := env PYTHONPATH="$(CURDIR):$(CURDIR)/build:$$PYTHONPATH" $(PYTHON)
 
-build/dist2.egg-info: pyproject.toml $(wildcard dist2/compiled/source/*.h dist2/compiled/source/*/*.[ch])
+build/dist2.egg-info: pyproject.toml setup.py $(wildcard dist2/compiled/source/*.[ch] dist2/compiled/source/*/*.[ch])
 	@mkdir -p build
-	@PYTHONWARNINGS=ignore $(PYTHON) -c "import setuptools; setuptools.setup()" --quiet egg_info --egg-base build build_ext --inplace
+	@PYTHONWARNINGS=ignore $(PYTHON) setup.py --quiet egg_info --egg-base build build_ext --inplace
 	@touch $@
 
 gpu-test: build/dist2.egg-info

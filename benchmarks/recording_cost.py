@@ -7,7 +7,7 @@
 The ranks take the same turns: a round of calls with none of them, with each alone, with all. Calls
 without some check are those of another group without it (``unchecked.py``). The report has
 the median over rounds, and the median of the differences inside a round. The last column times
-the instruments alone, outside any operation. DIST2_COMPILED=0 gives the cost of each in Python.
+the instruments alone, outside any operation.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dist2.compiled import language
 from dist2.group.open_groups import open_groups
 from dist2.operation.signature import GroupInfo, Operation
 from dist2.runtime.shared_memory import touched_bytes
@@ -270,10 +269,10 @@ def dist2_version() -> str:
 def _build_info() -> Metric:
     family = GaugeMetricFamily(
         "dist2_build_info",
-        "Versions, and the language of the hot path, as labels: always 1.",
-        labels=("version", "torch", "python", "hot_path"),
+        "Versions as labels: always 1.",
+        labels=("version", "torch", "python"),
     )
-    family.add_metric((dist2_version(), torch.__version__, python_version(), language()), 1)
+    family.add_metric((dist2_version(), torch.__version__, python_version()), 1)
     return family
 
 

@@ -1,9 +1,9 @@
 """The flight recorder: the last operations of this process, always on, written out when something is wrong.
 
-Recording is one append to a ring (`observability.ring`); records are the `Operation` objects themselves,
-which hold no tensors. Of each group the last ones are kept, however busy other groups are.
-`dump_flight_recorder` writes the format that PyTorch's analyser ``torchfrtrace`` reads, so that the dumps of
-all ranks together name the rank that fell behind or called something else.
+Recording is one append to a ring in C; records are the `Operation` objects themselves, which hold no tensors.
+Of each group the last ones are kept, however busy other groups are. `dump_flight_recorder` writes the format
+that PyTorch's analyser ``torchfrtrace`` reads, so that the dumps of all ranks together name the rank that
+fell behind or called something else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import attrs
 
@@ -29,10 +29,8 @@ from dist2.operation.runner import LIBRARY_PATHS
 from dist2.operation.signature import FIELDS, GroupInfo, Operation, Signature, State
 from dist2.runtime.config import DEFAULT_RECORDER_SIZE, Config
 from observability.frames import frames_of_threads
-from observability.ring import PythonRing
 
 if TYPE_CHECKING:
-    from dist2.compiled._records import Ring, Tally
     from dist2.group.process_group import ProcessGroup
 
 Channel = tuple[GroupInfo, int, int, int]
@@ -56,19 +54,6 @@ MOST_FRAMES = 8
 _LIBRARY = (*LIBRARY_PATHS, str(Path(__file__).parent))
 
 _MESSAGES = (OpKind.SEND, OpKind.RECV)
-
-
-class PythonTally:
-    """How many messages went through a channel; in C where that is there."""
-
-    __slots__ = ("count",)
-
-    def __init__(self) -> None:
-        self.count = 0
-
-
-_Tally = PythonTally if records is None else records.Tally
-_Ring: Any = PythonRing if records is None else records.Ring
 
 
 class Frame(NamedTuple):
@@ -193,19 +178,19 @@ class FlightRecorder:
     def __init__(self, capacity: int = DEFAULT_RECORDER_SIZE) -> None:
         if capacity < 1:
             raise InvalidUsageError(f"capacity must be at least 1, got {capacity}")
-        self._ring: PythonRing | Ring[Operation] = _Ring(capacity, KEPT)
+        self._ring: records.Ring[Operation] = records.Ring(capacity, KEPT)
         self._groups: dict[GroupInfo, None] = {}
         self._closed: deque[GroupInfo] = deque()
-        self._delivered: dict[Channel, PythonTally | Tally] = {}
-        self._by_signature: dict[Signature, PythonTally | Tally] = {}
+        self._delivered: dict[Channel, records.Tally] = {}
+        self._by_signature: dict[Signature, records.Tally] = {}
         self._lock = threading.Lock()
         self.on_broken: list[Callable[[Operation], None]] = []
         # The method below without a Python frame: it is called before every operation.
         self.operation_started = self._ring  # type: ignore[method-assign]  # in place of the method
-        if records is not None:  # and this one in C
-            self.operation_finished = records.Tallying(  # type: ignore[method-assign]  # in place of the method
-                _MESSAGES, self._by_signature, self.operation_finished
-            )
+        # And this one in C, which leaves failures and first messages to it.
+        self.operation_finished = records.Tallying(  # type: ignore[method-assign]  # in place of the method
+            _MESSAGES, self._by_signature, self.operation_finished
+        )
 
     # Instrument
 
@@ -360,12 +345,12 @@ class FlightRecorder:
         recording = self.recording(rank)
         return write_whole(path, recording.rank, encode(recording, format))
 
-    def _tally_of(self, operation: Operation) -> PythonTally | Tally | None:
+    def _tally_of(self, operation: Operation) -> records.Tally | None:
         """Return where to count a message; None if that is not known. Under the lock."""
         channel = channel_of(operation)
         if channel is None:
             return None
-        tally = self._delivered.setdefault(channel, _Tally())
+        tally = self._delivered.setdefault(channel, records.Tally())
         if operation.signature.peer is not None:  # else the next may be of another rank
             if len(self._by_signature) >= MAX_SIGNATURES:
                 self._by_signature.clear()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterable, MutableSequence, Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from time import monotonic_ns
 from typing import TYPE_CHECKING
@@ -49,26 +49,6 @@ LARGER = 1 << 62
 WINDOW_NS = 60_000_000_000
 WINDOWS = 5
 """The longest operation is that of so many windows. One ends with the first reading after `WINDOW_NS`."""
-
-
-Counters = MutableSequence[int]
-"""The numbers of one series, by place."""
-
-
-def _no_counts() -> Counters:
-    """Return counters for a new series."""
-    return [0] * COUNTERS if records is None else records.Counters()
-
-
-def _add(into: Counters, counters: Counters) -> None:
-    """Add counts under other labels, or earlier counts."""
-    if records is not None and isinstance(into, records.Counters):
-        into.add(counters)  # in one step: a thread may be counting
-        return
-    longest, last = (max(into[place], counters[place]) for place in (MAX_NS, LAST_SEQ))
-    for place, count in enumerate(counters):
-        into[place] += count
-    into[MAX_NS], into[LAST_SEQ] = longest, last
 
 
 def size_bucket(nbytes: int) -> int:
@@ -211,9 +191,9 @@ class Metrics:
         self.statuses = GroupStatusRegistry()
         self._in_flight: set[Operation] = set()
         self._discard = self._in_flight.discard
-        self._by_signature: dict[Signature, Counters] = {}
-        self._fresh: list[tuple[Signature, Counters]] = []  # made in C for the first call: see `_sort_in`
-        self._series: dict[str, dict[SeriesKey, Counters]] = {}  # by the label of their group
+        self._by_signature: dict[Signature, records.Counters] = {}
+        self._fresh: list[tuple[Signature, records.Counters]] = []  # without labels yet: see `_sort_in`
+        self._series: dict[str, dict[SeriesKey, records.Counters]] = {}  # by the label of their group
         self._past: dict[SeriesKey, deque[int]] = {}  # values at MAX_NS when the last windows ended
         self._window_began_ns = monotonic_ns()
         self._errors: dict[ErrorKey, int] = {}
@@ -225,10 +205,10 @@ class Metrics:
         self._lock = threading.Lock()
         # The method below without a Python frame: it is called before every operation.
         self.operation_started = self._in_flight.add  # type: ignore[assignment, method-assign]  # in place of the method
-        if records is not None:  # and this one in C
-            self.operation_finished = records.Counting(  # type: ignore[method-assign]  # in place of the method
-                self._in_flight, self._by_signature, self.operation_finished, self._fresh
-            )
+        # And this one in C, which leaves failures to it.
+        self.operation_finished = records.Counting(  # type: ignore[method-assign]  # in place of the method
+            self._in_flight, self._by_signature, self.operation_finished, self._fresh
+        )
 
     # Instrument
 
@@ -305,14 +285,14 @@ class Metrics:
                 self._end_window(series)
         return [Series.of(*copy) for copy in sorted(copies)]
 
-    def totals(self) -> dict[tuple[str, int], Counters]:
+    def totals(self) -> dict[tuple[str, int], records.Counters]:
         """Return the counters of each (operation, number of ranks), without ending a window."""
-        found: dict[tuple[str, int], Counters] = {}
+        found: dict[tuple[str, int], records.Counters] = {}
         with self._lock:
             self._sort_in()
             for some in self._series.values():
                 for key, counters in some.items():
-                    _add(found.setdefault((key.op, key.world_size), _no_counts()), counters)
+                    found.setdefault((key.op, key.world_size), records.Counters()).add(counters)
         return found
 
     def errors(self) -> dict[ErrorKey, int]:
@@ -371,14 +351,14 @@ class Metrics:
 
     # Cold paths
 
-    def _end_window(self, series: Sequence[tuple[SeriesKey, Counters]]) -> None:
+    def _end_window(self, series: Sequence[tuple[SeriesKey, records.Counters]]) -> None:
         """Begin anew to look for the longest operation of each series. Under the lock."""
         self._window_began_ns = monotonic_ns()
         for key, counters in series:
             self._past.setdefault(key, deque(maxlen=WINDOWS - 1)).append(counters[MAX_NS])
             counters[MAX_NS] = 0
 
-    def _counters_of(self, signature: Signature) -> Counters:
+    def _counters_of(self, signature: Signature) -> records.Counters:
         """Return the counters that a signature new to us shares with others of its labels."""
         with self._lock:
             self._sort_in()
@@ -399,14 +379,14 @@ class Metrics:
                 continue
             if self._by_signature.get(signature) is counters:
                 self._by_signature[signature] = known
-            _add(known, counters)
+            known.add(counters)
 
-    def _series_at(self, key: SeriesKey) -> Counters:
+    def _series_at(self, key: SeriesKey) -> records.Counters:
         """Return the counters of a series, new ones if there were none."""
         some = self._series.setdefault(key.group, {})
         counters = some.get(key)
         if counters is None:
-            counters = some[key] = _no_counts()
+            counters = some[key] = records.Counters()
         return counters
 
     def _key_of(self, signature: Signature) -> SeriesKey:
@@ -454,7 +434,7 @@ class Metrics:
         self._by_signature.clear()
         for key, counters in self._series.pop(label, {}).items():
             into = self._series_at(attrs.evolve(key, group=OTHER))
-            _add(into, counters)
+            into.add(counters)
             self._past.pop(key, None)
             into[LAST_SEQ] = 0
         for error in [error for error in self._errors if error[1] == label]:

@@ -13,8 +13,6 @@ import attrs
 import pytest
 from support import time_limits
 
-from dist2 import compiled
-
 MAPPED_BYTES = 2 << 40
 """Address space that tests may map between two garbage collections."""
 SLOW_S = 0.03
@@ -67,11 +65,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     config.pluginmanager.register(time_limits)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def pytest_sessionstart() -> None:
-    """Log the once-per-process messages before any test examines the log."""
-    compiled.tell_remedy()
 
 
 def pytest_collection_finish() -> None:

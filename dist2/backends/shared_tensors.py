@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dist2 import compiled
+from dist2.compiled import steps
 from dist2.errors import Dist2Error, InvalidUsageError
 from dist2.runtime.arguments import as_int
 from dist2.runtime.process import InChild, in_child
@@ -68,8 +68,7 @@ def locator_of(addresses: Sequence[int]) -> ArenaLocator | None:
 
 def _tell_scripts(address: int, nbytes: int) -> None:
     """Have scripts know where the shared tensors of this process lie."""
-    if compiled.steps is not None:
-        compiled.steps.share(address, nbytes)
+    steps.share(address, nbytes)
 
 
 def _extents(shape: Sequence[int | Sequence[int]]) -> tuple[int, ...]:

@@ -82,14 +82,6 @@ class Spelling:
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "position", self.positional.index(self.lists[0]) if self.lists else -1)
 
-    def fits(self, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
-        """Whether a call must be decoded."""
-        if keywords and ("opts" in keywords or not self.keywords.keys().isdisjoint(keywords)):
-            return True
-        if len(args) > self.position >= 0 and isinstance(args[self.position], (list, tuple)):
-            return True
-        return any([type(value) in OPTIONS for value in args])  # noqa: C419 - twice as fast as a generator
-
     def decode(self, name: str, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keyword arguments that the modern method takes for a c10d call.
 
@@ -166,22 +158,15 @@ _GroupType = TypeVar("_GroupType", bound=type)
 
 def _shared(method: _Method, spelling: Spelling) -> _Method:
     """Return a method whose name c10d has too: modern calls pass through, c10d's are decoded."""
-    name, fits, decode = method.__name__, spelling.fits, spelling.decode
+    name, decode = method.__name__, spelling.decode
 
     @functools.wraps(method)
     def decoded(self: Any, *args: Any, **keywords: Any) -> Work:
         return method(self, **decode(name, args, keywords))
 
-    if records is not None:
-        spelled = frozenset({"opts", *spelling.keywords})
-        shared = records.C10dOverload(method, decoded, OPTIONS, spelled, spelling.position)
-        return functools.update_wrapper(shared, method)  # type: ignore[return-value]  # as below
-
-    @functools.wraps(method)
-    def call(self: Any, *args: Any, **keywords: Any) -> Work:
-        return decoded(self, *args, **keywords) if fits(args, keywords) else method(self, *args, **keywords)
-
-    return call  # type: ignore[return-value]  # it takes all arguments of the modern method
+    spelled = frozenset({"opts", *spelling.keywords})
+    shared = records.C10dOverload(method, decoded, OPTIONS, spelled, spelling.position)
+    return functools.update_wrapper(shared, method)  # type: ignore[return-value]  # called as the method is
 
 
 def _old(name: str, method: Callable[..., Work], spelling: Spelling, example: str) -> Callable[..., Work]:
@@ -427,8 +412,6 @@ def fast_method(
         agreed: Default of the arguments on which ranks must agree: the key by which plans are found.
         async_op: Whether its calls are asynchronous.
     """
-    if records is None:
-        return method
     return functools.update_wrapper(  # type: ignore[return-value]  # called as the method is
         records.FastMethod(method, int(pattern), kind, agreed, async_op), method
     )

@@ -11,8 +11,6 @@ from importlib.metadata import entry_points
 
 import click
 
-from dist2.compiled import language
-
 ENTRY_POINT_GROUP = "dist2.commands"
 
 
@@ -35,7 +33,7 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="dist2", message=f"dist2 %(version)s, hot path in {language()}")
+@click.version_option(package_name="dist2", message="dist2 %(version)s")
 def cli() -> None:
     """Commands of dist2."""
 

@@ -9,16 +9,20 @@ from dist2.backends.socket.messenger import Messenger
 from dist2.backends.socket.transport.base import Transfer
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links.link import Link
-from dist2.backends.socket.transport.links.ring import PythonEnd
 from dist2.backends.socket.transport.messages.mailbox import Key, Mailbox
 from dist2.backends.socket.transport.messages.transfer import Receiving
 from dist2.operation.signature import Operation
 
-class End(PythonEnd):
-    """The counterpart of `links.ring.PythonEnd`: the end of a ring that `Express` uses."""
+class End:
+    """One end's own counters of a ring: the base of `links.ring.Ring`, which `Express` uses as well."""
+
+    _count: int
+    _base: int
+    _pidfd: int
+    def __init__(self, memory: memoryview) -> None: ...
 
 class Express:
-    """The counterpart of `ExpressSend` and `ExpressReceive`, for the messages of a lot.
+    """Sends and receives of the messages of a lot, as one call: see `messages.express`.
 
     Args:
         fabric: This process's fabric.
@@ -68,10 +72,17 @@ class Express:
         received: bytes,
         whole: Express | None = None,
     ) -> None: ...
-    def send(self, address: int, /) -> bool: ...
-    def take(self, address: int, /) -> bool: ...
-    def wait(self, address: int, deadline_ns: int, /) -> bool: ...
-    def wait_posted(self, receiving: Transfer, address: int, deadline_ns: int, /) -> bool: ...
+    def send(self, address: int, /) -> bool:
+        """Send memory by its address; False, with nothing done, if it must be queued or announced."""
+    def take(self, address: int, /) -> bool:
+        """Receive to an address if the message is here; False, with nothing done, if not."""
+    def wait(self, address: int, deadline_ns: int, /) -> bool:
+        """Receive to an address; False, with nothing done, if no message arrives soon."""
+    def wait_posted(self, receiving: Transfer, address: int, deadline_ns: int, /) -> bool:
+        """Wait for the message of a receive that is posted, and end that; False, with nothing done, if not.
+
+        Then it does not come in a moment, or it would go to another receive.
+        """
     def fetch_posted(
         self, receiving: Transfer, adopt: Callable[[Receiving, Link, bytes], None], deadline_ns: int, /
     ) -> None: ...
@@ -84,6 +95,10 @@ class Carrier:
         express: The short path of the messages.
         sends: Whether it sends them.
         otherwise: The long path.
+        numbers: For long messages: makes their numbers.
+        adopt: Likewise: takes over a message that was offered and not taken in a moment.
+        cancel: Likewise: cancels one.
+        resume: Likewise: goes on where the short path of a message has stopped.
     """
 
     def __init__(
@@ -92,6 +107,10 @@ class Carrier:
         express: Express,
         sends: bool,
         otherwise: Callable[[Operation, Tensor], Helped | None],
+        numbers: Callable[[], int] | None = None,
+        adopt: Callable[..., object] | None = None,
+        cancel: Callable[..., object] | None = None,
+        resume: Callable[..., object] | None = None,
     ) -> None: ...
     def __call__(
         self, operation: Operation, inputs: Sequence[Tensor], outputs: Sequence[Tensor], /

@@ -1,24 +1,25 @@
-"""Records of operations in C: made at their begin, told to instruments, counted.
+"""Records of operations: made at their begin, told to instruments, counted.
 
-Each has a counterpart in Python that means the same: in `dist2.operation.signature`,
-`dist2.operation.instruments` and `observability.metrics`. All of it relies on the interpreter lock, and is
-not built without one.
+All of it relies on the interpreter lock.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from types import CodeType
+from typing import Any, Generic, Self, TypeVar
 
 from torch import Tensor
 
-from dist2.operation.plan_cache import PythonPlan, PythonPlans
-from dist2.operation.queue import PythonQueueState
-from dist2.operation.signature import GroupInfo, PythonRecord, Signature
-from dist2.operation.state import PythonGroupState
+from dist2.errors import Dist2Error
+from dist2.operation.coalescing import Batch
+from dist2.operation.execution import Execute
+from dist2.operation.plan_cache import AnyPlans
+from dist2.operation.signature import GroupInfo, Signature
 
-_Operation = TypeVar("_Operation", bound=PythonRecord)
+_Operation = TypeVar("_Operation", bound=Record)
+_Told = TypeVar("_Told")
 
-class Record(PythonRecord):
-    """The counterpart of `dist2.operation.signature.PythonRecord`.
+class Record:
+    """The fields of a record; `dist2.operation.signature.Operation` documents them.
 
     The garbage collector knows it once it has an error: nothing else in it can lead back to it.
 
@@ -26,12 +27,37 @@ class Record(PythonRecord):
         places: The address at which C keeps the addresses of the call's tensors, or 0.
     """
 
+    signature: Any
+    seq: int
+    deadline_ns: int
+    created_ns: int
+    started_ns: int
+    finished_ns: int
+    error: BaseException | None
+    code: CodeType | None
+    instruction: int
+    is_async: bool
+    source: int
     places: int
+    def __init__(
+        self, signature: Any, seq: int, created_ns: int, deadline_ns: int, is_async: bool
+    ) -> None: ...
+    @classmethod
+    def begun(cls, signature: Any, limit_ns: int, is_async: bool, here: str | tuple[str, ...]) -> Self:
+        """Return the record of a call that begins now.
+
+        Args:
+            signature: Signature of the call.
+            limit_ns: Its timeout, in nanoseconds.
+            is_async: Whether the caller asked for a Work to wait on.
+            here: Directories of the library. Frames of files whose names begin with one of these are skipped
+                to find the user's call site; if all are skipped, it is the outermost frame.
+        """
 
 def tell(
-    told: tuple[Callable[[_Operation], object], ...],
-    operation: _Operation,
-    failed: Callable[[Callable[[_Operation], object], Exception], None],
+    told: tuple[Callable[[_Told], object], ...],
+    operation: _Told,
+    failed: Callable[[Callable[[_Told], object], Exception], None],
 ) -> None:
     """Call each of ``told`` with an operation.
 
@@ -78,11 +104,11 @@ def find_marks(
         the offset in the storage of its length; 0 if it is not known.
     """
 
-class Counters:
+class Counters(Sequence[int]):
     """The numbers of one series: a list of 69 integers, all 0 at first."""
 
     def __len__(self) -> int: ...
-    def __getitem__(self, place: int) -> int: ...
+    def __getitem__(self, place: int) -> int: ...  # type: ignore[override]
     def __setitem__(self, place: int, value: int) -> None: ...
     def add(self, counters: Counters, /) -> None:
         """Add others' counts, in one step; of the longest durations and the last numbers the larger stay."""
@@ -135,30 +161,124 @@ class Tallying(Generic[_Operation]):
     def __call__(self, operation: _Operation) -> None: ...
 
 class Ring(Generic[_Operation]):
-    """The operations begun last: the counterpart of `observability.ring.PythonRing`."""
+    """The operations begun last, and the last ones of each watched group.
+
+    One ring for all groups would hold none of a group that is seldom used, as soon as a busy group has filled
+    it. So an operation that a later one displaces goes into a smaller ring of its group. That costs nothing
+    until the ring is full, and then a look-up.
+
+    Args:
+        capacity: How many of all groups.
+        kept: How many displaced ones of each watched group.
+    """
 
     def __init__(self, capacity: int, kept: int) -> None: ...
-    def __call__(self, operation: _Operation) -> None: ...
+    def __call__(self, operation: _Operation) -> None:
+        """Add an operation."""
     @property
-    def is_full(self) -> bool: ...
-    def recent(self) -> list[_Operation]: ...
-    def displaced(self) -> list[_Operation]: ...
-    def watch(self, group: GroupInfo) -> None: ...
-    def forget(self, group: GroupInfo) -> None: ...
-    def replace(self, old: _Operation, new: _Operation) -> bool: ...
-    def clear(self) -> None: ...
+    def is_full(self) -> bool:
+        """Whether earlier operations may have been displaced."""
+    def recent(self) -> list[_Operation]:
+        """Return the operations begun last, in order."""
+    def displaced(self) -> list[_Operation]:
+        """Return earlier operations of the watched groups, group by group, in order."""
+    def watch(self, group: GroupInfo) -> None:
+        """Keep displaced operations of a group."""
+    def forget(self, group: GroupInfo) -> None:
+        """Keep none of them any more."""
+    def replace(self, old: _Operation, new: _Operation) -> bool:
+        """Put an operation in the place of another; return whether that was there."""
+    def clear(self) -> None:
+        """Forget all operations and groups."""
 
-class QueueState(PythonQueueState):
-    """The counterpart of `dist2.operation.queue.PythonQueueState`: each method is one atomic step."""
+class QueueState:
+    """One thread has the turn; others queue for it, or are inside an operation that takes no turn.
 
-class GroupState(PythonGroupState):
-    """The counterpart of `dist2.operation.state.PythonGroupState`."""
+    Each method is one atomic step.
 
-class Plan(PythonPlan):
-    """The counterpart of `dist2.operation.plan_cache.PythonPlan`."""
+    Attributes:
+        drainers: Number of threads that wait until the queue is empty.
+    """
 
-class Plans(PythonPlans):
-    """The counterpart of `dist2.operation.plan_cache.PythonPlans`, for tensors that are plain.
+    drainers: int
+    @property
+    def seq(self) -> int:
+        """Number of the collective issued last; the first is 1."""
+    @property
+    def messages(self) -> int:
+        """Number of the message issued last; the first is 1."""
+    @property
+    def idle(self) -> bool:
+        """Whether the turn is free and nothing is queued."""
+    @property
+    def is_held_here(self) -> bool:
+        """Whether the calling thread has the turn."""
+    @property
+    def empty(self) -> bool:
+        """Whether no thread is inside an operation, and nothing is queued."""
+    def enter(self) -> int:
+        """Take the turn if it is free and nothing is queued. Return the operation's number, or else 0."""
+    def left(self) -> bool:
+        """Give the turn back. Return whether a thread waits for it, or for the queue to become empty."""
+    def lay_down(self) -> bool:
+        """Like `left`, where the same thread is likely to take the turn again soon."""
+    def pass_on(self) -> bool:
+        """Pop the next queued job without releasing the turn. Return False if the queue is empty."""
+    def enter_beside(self) -> None:
+        """Note that a thread is inside an operation that takes no turn."""
+    def leave_beside(self) -> None:
+        """Note that it has left."""
+    def number_message(self) -> int:
+        """Return the number of a message, which takes no turn."""
+    def issue(self) -> int:
+        """Queue an operation. Return its number."""
+    def enter_queued(self) -> bool:
+        """Take the turn for the oldest queued job. Return False if there is none, or the turn is taken."""
+    def await_job(self, idle_s: float, /) -> bool:
+        """Wait until a queued job could run and its caller does not run it.
+
+        Returns:
+            Whether there is such a job; False if there was none for ``idle_s`` seconds, or after `end`.
+        """
+    def hurry(self) -> None:
+        """Have `await_job` return at once if something is queued: its caller will not run it."""
+    def end(self) -> None:
+        """Have `await_job` return once nothing is queued."""
+    def close(self) -> bool:
+        """Close if no thread is inside and nothing is queued. True once, for the caller that cleans up."""
+
+class GroupState:
+    """State on which a group's calls depend, besides their arguments, as plain values.
+
+    Args:
+        limit_ns: Limit of operations that name none, in nanoseconds.
+
+    Attributes:
+        fault: The error with which the group refuses operations; None while it accepts them.
+        aborted: The last thread to leave the group must release its resources.
+        hooks: Called after every operation.
+    """
+
+    limit_ns: int
+    fault: Dist2Error | None
+    aborted: bool
+    hooks: tuple[Callable[[Any], None], ...]
+    @property
+    def batches(self) -> dict[int, Batch]:
+        """The batch that collects a thread's operations, by thread id."""
+    def __init__(self, limit_ns: int) -> None: ...
+
+class Plan:
+    """The signature of a set of calls, and the callable that runs them."""
+
+    @property
+    def signature(self) -> Signature: ...
+    @property
+    def execute(self) -> Execute: ...
+    def __init__(self, signature: Signature, execute: Execute) -> None: ...
+
+class Plans(AnyPlans):
+    """The plans of a group, for tensors that are plain: see `dist2.operation.plan_cache.AnyPlans`.
 
     Args:
         others: Plans of calls with other tensors.
@@ -174,7 +294,7 @@ class Plans(PythonPlans):
 
     def __init__(
         self,
-        others: PythonPlans,
+        others: AnyPlans,
         api: object,
         tensor_types: tuple[type[Tensor], ...],
         is_odd: Callable[[Tensor], bool],
@@ -230,13 +350,13 @@ class OperationRunner:
         operation_type: type[Record],
         seconds: Callable[[Any], float],
         here: str | tuple[str, ...] | None,
-        plans: PythonPlans,
+        plans: AnyPlans,
         rank: int,
         natively_async: bool,
     ) -> None: ...
     def run(
         self,
-        plan: PythonPlan,
+        plan: Plan,
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
         async_op: bool,
@@ -246,7 +366,7 @@ class OperationRunner:
         """Run or issue a collective."""
     def run_beside(
         self,
-        plan: PythonPlan,
+        plan: Plan,
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
         async_op: bool,

@@ -15,6 +15,8 @@ goes block by block from its end, and the places may not overlap."""
 OWN: int
 """``(OWN, dst, src, nbytes, backwards)``: a COPY of memory that no other member uses: made at the FENCE
 behind it, after this member's arrival and while others arrive. A long one goes past the caches."""
+BOTH: int
+"""``(BOTH, slot, passed, src, nbytes, way)``: a COPY of a block to two places, longer than the caches."""
 BESIDE: int
 """``(BESIDE, dst, src, nbytes, way)``: a COPY out of a slot, alternating, line by line, with the COPY or BOTH
 behind it."""
@@ -30,6 +32,11 @@ SAME: int
 """``(SAME, address, expected)``: stop unless these bytes are at an address."""
 AT: int
 """``(AT, place, address)``: stop unless a place lies at an address."""
+SHARED: int
+"""``(SHARED, place, shared)``: stop unless a tensor of the call is, or is not, of `dist2.shared_empty`."""
+LENT: int
+"""``(LENT, address, expected, first, count, shift)``: stop unless a member lends as expected; its parts
+become places."""
 STORE: int
 """``(STORE, address, stored)``: put these bytes at an address, once all have come to the last fence."""
 NOTE: int
@@ -69,11 +76,24 @@ def read_tensors(type: type, exchange_api: object, /) -> None:
         ValueError: Its functions are not those of DLPack 1.
     """
 
+def share(address: int, nbytes: int, /) -> None:
+    """Note where the shared tensors of this process lie."""
+
 def take_parts(taker: Callable[[Operation, int, list[tuple[str, int, int]]], object] | None, /) -> None:
     """Report each run of a script to a callable: `dist2.operation.parts.PartsLog.take`; None: to none."""
 
 def read_whole(fd: int, address: int, nbytes: int, writes: bool, /) -> int:
-    """Read a known number of bytes from a socket, as `express_socket_long.read_whole` does."""
+    """Read a known number of bytes from a socket, until about two milliseconds without data.
+
+    Args:
+        fd: A stream socket that does not block.
+        address: Where the bytes belong.
+        nbytes: How many.
+        writes: Return as soon as there is room to write.
+
+    Returns:
+        How many came; ``~count`` where the stream has ended or failed behind them.
+    """
 
 def move_message(
     sends: bool,
@@ -94,7 +114,32 @@ def move_message(
     writes: bool,
     /,
 ) -> tuple[int, int, int, bool, int, bool]:
-    """Move an announced message, as `segments.move_message` does."""
+    """Announce a message, await its acceptance and write it; or await its announcement, accept and read it.
+
+    Until nothing has moved for about two milliseconds, as many have passed, or something else can be done.
+
+    Args:
+        sends: Write it; else read it.
+        fd: A non-blocking stream socket that carries it.
+        back: Carries the receiver's answer.
+        announcement: The frame that announces it, without its number.
+        consent: The frame that accepts it, without its number.
+        header: A segment's header, without its number, its beginning and its length.
+        address: Where the payload lies.
+        nbytes: Its length.
+        longest: How long segments are.
+        number: The message's number; its receiver knows it once it is announced.
+        done: Moved bytes of its segments, headers included.
+        asked: Sent bytes of the announcement, or of the acceptance.
+        agreed: Whether it was accepted; on the receiver, whether it was announced.
+        staged: Address of a place for headers that come.
+        filled: How much of one is there.
+        writes: Return as soon as there is room to write, while there is nothing to be written.
+
+    Returns:
+        Number, ``done``, ``asked``, ``agreed`` and ``filled``, as they are now (all of a header is there only
+        if it is not the one that was expected); and whether a stream has ended or failed.
+    """
 
 class Rail:
     """Messages of scripts to and from one member on another host: see `messages.rails`.
@@ -159,20 +204,27 @@ class Rail:
         """
 
 class Arrivals:
-    """A member's arrivals at fences: `dist2.backends.socket.transport.boards.arrivals.AnyArrivals`."""
+    """The arrivals of one member of a board at its fences.
 
-    stopped: bool
-    sleepy: int
-    nap: int
-    turn: int
-    spreads: bool
-    called: int
-    texts: int
-    naps: int
-    @property
-    def moves(self) -> int: ...
-    @property
-    def waited_ns(self) -> int: ...
+    Attributes:
+        phase: Number of the fence that this member came to last.
+        sought: The fence that `wait` has to wait for,
+        whom: and the awaited members: a rank, `ALL`, or `NOBODY` to check the health of all.
+        slot: Offset in the region of each member of the piece that was claimed last.
+        sleepy: The number of further fences at which it sleeps at once.
+        naps: The number of sleeps of this member.
+        waited_ns: The time that it has waited for others, after the first look.
+        called: Word of the operation, to be published with the next fence.
+        texts: How many texts were written for such words: see `call_log`.
+        at: The operation with which this member came to its last fence.
+        before: The operation before that.
+        stopped: Whether waiting is over, even if members are absent; set from any thread.
+        turn: Which half of the slots the next block uses: 0 or 1.
+        spreads: Whether this member migrates to another core if many wait on its own.
+        moves: How often it did.
+        nap: The number of fences that it sleeps at once next time.
+    """
+
     @property
     def phase(self) -> int: ...
     @property
@@ -185,6 +237,20 @@ class Arrivals:
     def at(self) -> Operation | None: ...
     @property
     def before(self) -> Operation | None: ...
+    @property
+    def waited_ns(self) -> int: ...
+    @property
+    def moves(self) -> int: ...
+
+    nap: int
+    sleepy: int
+    called: int
+    texts: int
+    naps: int
+    stopped: bool
+    turn: int
+    spreads: bool
+
     def __init__(
         self,
         rank: int,
@@ -196,7 +262,9 @@ class Arrivals:
         tiny: tuple[int, int, int],
         pieces: tuple[int, int, int],
     ) -> None: ...
-    def add(self, rank: int, words: memoryview, doorbell: PeerDoorbell, /) -> None: ...
+    def add(self, rank: int, words: memoryview, doorbell: PeerDoorbell, /) -> None:
+        """Add another member: its words, and its doorbell."""
+
     def cross(
         self,
         operation: Operation,
@@ -204,10 +272,29 @@ class Arrivals:
         whom: int = -1,
         attend: Callable[[], object] | None = None,
         /,
-    ) -> None: ...
-    def reach(self, operation: Operation, wait: Callable[[Operation], object], phase: int, /) -> None: ...
-    def claim(self, operation: Operation, wait: Callable[[Operation], object], kind: int, /) -> None: ...
-    def order(self) -> None: ...
+    ) -> None:
+        """Arrive at the next fence, and wait for all, for one other member, or for none.
+
+        It polls, then it yields the core, then it sleeps for a moment.
+
+        Args:
+            operation: The call of this member.
+            wait: Sleeps until ``whom`` has come to fence ``sought``, or raises.
+            whom: A rank, `ALL` or `NOBODY`.
+            attend: Called between two yields.
+
+        Raises:
+            Dist2Error: Raised by ``wait``.
+        """
+
+    def reach(self, operation: Operation, wait: Callable[[Operation], object], phase: int, /) -> None:
+        """Wait until all have arrived at a fence that this member has reached before."""
+
+    def claim(self, operation: Operation, wait: Callable[[Operation], object], kind: int, /) -> None:
+        """Claim the next piece of one kind, once no member uses its content; `slot` has its position."""
+
+    def order(self) -> None:
+        """Order earlier writes before later reads for all members: a full memory fence."""
 
 class Script:
     """Steps with their addresses bound: `dist2.backends.socket.script.Script`.
@@ -223,6 +310,7 @@ class Script:
         log_call: ``log_call(operation)`` logs a call from another place than the last one.
         inputs: Number of tensors that a call reads.
         outputs: Number of tensors that it writes.
+        lent: Number of parts that others lend, in which steps have places.
 
     Raises:
         TypeError, ValueError, IndexError: A step is invalid.
@@ -236,6 +324,7 @@ class Script:
         log_call: Callable[[Operation], object],
         inputs: int = 0,
         outputs: int = 0,
+        lent: int = 0,
     ) -> None: ...
     def run(
         self,

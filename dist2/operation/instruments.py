@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -149,11 +149,11 @@ class Dispatch:
     def started(self, operation: Operation) -> None:
         """Tell every instrument that an operation begins."""
         self.notice(operation)
-        tell(self.operation_started, operation, self.raised)
+        records.tell(self.operation_started, operation, self.raised)
 
     def finished(self, operation: Operation) -> None:
         """Tell every instrument that an operation ended."""
-        tell(self.operation_finished, operation, self.raised)
+        records.tell(self.operation_finished, operation, self.raised)
 
     def raised(self, teller: Tell, error: Exception) -> None:
         """Remove the instrument whose method raised."""
@@ -163,19 +163,6 @@ class Dispatch:
         for instrument in raised:
             self.drop(instrument, error)
 
-
-def python_tell(
-    told: Sequence[Tell], operation: Operation, failed: Callable[[Tell, Exception], None]
-) -> None:
-    """Call each of ``told`` with an operation; pass instruments that raise, and the error, to ``failed``."""
-    for each in told:
-        try:
-            each(operation)
-        except Exception as error:  # noqa: BLE001 - an instrument must never break a collective
-            failed(each, error)
-
-
-tell = python_tell if records is None else records.tell
 
 dispatch = Dispatch()
 """The one dispatcher of the process."""

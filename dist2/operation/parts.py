@@ -49,8 +49,7 @@ class PartsLog:
         """Record the parts of all operations of this process that begin in the next seconds."""
         self._until_ns = deadline_in(seconds)
         self.on = True
-        if steps is not None:
-            steps.take_parts(self.take)
+        steps.take_parts(self.take)
 
     def take(self, operation: Operation, begun_ns: int, parts: Iterable[tuple[str, int, int]]) -> None:
         """Add parts to those of an operation; a last one without a length has lasted until these begin.
@@ -75,8 +74,7 @@ class PartsLog:
     def stop(self) -> None:
         """Record no more; what was recorded stays as long as its operations do."""
         self.on = False
-        if steps is not None:
-            steps.take_parts(None)
+        steps.take_parts(None)
 
     def of(self, operation: Operation) -> Sequence[Part]:
         """Return the parts of an operation, in their order."""

@@ -1,22 +1,19 @@
 """Plans: the validated, prepared form of all calls with one signature, and the cache that finds them.
 
-`Plans` is a type in C where the extension is built and torch describes a tensor in one call (torch 2.10 and
-later). Elsewhere it is `PythonPlans`, which also takes tensors that the type in C refuses. Both behave alike.
+`Plans` is a type in C where torch describes a tensor in one call (torch 2.10 and later). It passes tensors of
+other types to `AnyPlans`, which has all plans for an older torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import attrs
 import torch
 
 from dist2.compiled import records
 from dist2.operation.aliasing import shared_places
-from dist2.operation.execution import Execute
 from dist2.operation.kinds import OpKind
-from dist2.operation.signature import Signature
 from dist2.operation.storage import exceeds_storage, has_no_storage
 from dist2.runtime.cache import keep
 from dist2.runtime.torch_versions import TENSOR_EXCHANGE, dispatch_keys, negated_view
@@ -30,21 +27,8 @@ _TYPES = torch.Tensor, torch.nn.Parameter
 Tensors = Sequence[torch.Tensor]
 
 
-@attrs.frozen(eq=False)
-class PythonPlan:
-    """The signature of a set of calls, and the callable that runs them.
-
-    Attributes:
-        signature: The call.
-        execute: Runs it.
-    """
-
-    signature: Signature
-    execute: Execute
-
-
-class PythonPlans:
-    """The plans of a group.
+class AnyPlans:
+    """The plans of a group, for tensors of any kind.
 
     The key is the shape and dtype of each tensor, its strides unless it is contiguous, whether
     it is on the CPU, where tensors share memory with outputs, and the arguments that all ranks must agree on.
@@ -113,7 +97,7 @@ def _lacks_memory(tensor: torch.Tensor) -> bool:
 
 
 def samples() -> tuple[tuple[torch.Tensor, int, int, bool, int, int, int], ...]:
-    """Return tensors and torch's description of each, for `dist2.compiled._records.find_marks`.
+    """Return tensors and torch's description of each, for `dist2.compiled.records.find_marks`.
 
     Returns:
         Each with the address of its other half, its marks, and whether it is plain: neither lazily negated
@@ -155,18 +139,14 @@ def _conjugate() -> torch.Tensor:
     return torch.conj(torch.ones(1, dtype=torch.complex64, device="cpu"))
 
 
-def _compiled() -> Callable[[], PythonPlans] | None:
-    """Return the type of plan caches in C; None where it is not built, or torch is too old for it."""
+def _new_plans() -> Callable[[], AnyPlans]:
+    """Return the type of a group's cache of plans: in C, unless torch is too old for that."""
     api = TENSOR_EXCHANGE
-    if records is None or api is None:
-        return None
-    plans, marks = records.Plans, records.find_marks(samples())
-    return lambda: plans(PythonPlans(), api, _TYPES, is_odd, marks)
+    if api is None:
+        return AnyPlans
+    marks = records.find_marks(samples())
+    return lambda: records.Plans(AnyPlans(), api, _TYPES, is_odd, marks)
 
 
-if TYPE_CHECKING:
-    Plan = PythonPlan
-    Plans = PythonPlans
-else:
-    Plan = PythonPlan if records is None else records.Plan
-    Plans = _compiled() or PythonPlans
+Plan = records.Plan
+Plans = _new_plans()

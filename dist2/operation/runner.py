@@ -16,8 +16,8 @@ Point-to-point operations (`run_p2p`) do the same beside the queue: they never w
 An operation that is not complete when its call returns is held in a set until it is: torch's C++ may hold
 only the C++ half of its Work, and the Python half would be collected.
 
-`run` and `run_p2p` of a runner are usually methods of its counterpart in C (``compiled/source/records``),
-which handles the usual call and leaves every other one to the methods below. Both mean the same.
+`run` and `run_p2p` of a runner are methods of its part in C (``compiled/source/records``), which handles the
+usual call and leaves every other one to the methods below.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from datetime import timedelta
 from functools import partial
 from threading import get_ident
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -54,7 +54,6 @@ from dist2.operation.plan_cache import Plan, Plans
 from dist2.operation.poisoning import poison_outputs
 from dist2.operation.queue import CollectiveQueue, refuse_to_wait
 from dist2.operation.signature import GroupInfo, Operation, Signature
-from dist2.operation.state import GroupState
 from dist2.operation.storage import always_on, wait_async_tensors
 from dist2.operation.stream_work import StreamWork
 from dist2.operation.work import Work
@@ -62,9 +61,6 @@ from dist2.runtime.code_marks import folders_of, library
 from dist2.runtime.completion import Completion
 from dist2.runtime.deadline import FOREVER_NS, PAST_NS, deadline_in, seconds
 from dist2.runtime.signals import OnCtrlC, await_end, on_ctrl_c
-
-if TYPE_CHECKING:
-    from dist2.compiled._records import OperationRunner as RunnerInC
 
 Timeout = timedelta | float | None
 
@@ -95,21 +91,19 @@ class OperationRunner:
     def __init__(self, info: GroupInfo, backend: Executor, timeout_s: float) -> None:
         self.info = info
         self.backend = backend
-        self.state = GroupState(int(timeout_s * 1e9))
+        self.state = records.GroupState(int(timeout_s * 1e9))
         self.queue = CollectiveQueue(info.name, info)
         self.plans = Plans()
         self.closed = False
         self.on_failure: Callable[[Operation, BaseException], None] = _ignore
-        self.in_c: RunnerInC | None = None
         self._work_type = StreamWork if backend.stream_ordered else Work
         self._in_flight: set[Work] = set()
         self._in_flight_lock = threading.Lock()
-        if records is not None:
-            self._run_in_c(records.OperationRunner)
+        self.in_c: records.OperationRunner | None = self._part_in_c()
 
-    def _run_in_c(self, counterpart: Any) -> None:
-        """Have the counterpart in C take the calls: an attribute of the object spares a frame in Python."""
-        in_c: RunnerInC = counterpart(
+    def _part_in_c(self) -> records.OperationRunner:
+        """Have the part in C take the calls: an attribute of the object spares a frame in Python."""
+        in_c = records.OperationRunner(
             group=self,
             otherwise=self.run,
             otherwise_beside=self.run_p2p,
@@ -123,9 +117,9 @@ class OperationRunner:
             rank=self.info.rank,
             natively_async=self.backend.natively_async,
         )
-        self.in_c = in_c
         self.run = in_c.run  # type: ignore[method-assign, assignment]  # replaces the method
         self.run_p2p = in_c.run_beside  # type: ignore[method-assign, assignment]  # replaces the method
+        return in_c
 
     def let_go(self) -> None:
         """Drop references back to the group, once it is closed, so that reference counting frees it."""

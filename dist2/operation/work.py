@@ -329,8 +329,7 @@ _pinned: Pins[Work] = Pins()
 _presumed_held: deque[Work] = deque(maxlen=64)
 """Works that C++ may hold, where that is unknown; few, because they keep tensors longer than needed."""
 
-if records is not None:
-    records.adopt(Work, TorchWork.__init__)
+records.adopt(Work, TorchWork.__init__)
 
 
 # A future of torch with a type

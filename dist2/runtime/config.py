@@ -138,7 +138,6 @@ VARIABLES = frozenset(
     {
         *(f"DIST2_{field.name.removesuffix('_s').upper()}" for field in attrs.fields(Config)),
         "DIST2_SECRET_FILE",
-        "DIST2_COMPILED",
     }
 )
 """All variables that are dist2's own."""

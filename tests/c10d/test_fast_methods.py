@@ -37,8 +37,6 @@ NAMES = (
     "irecv",
 )
 
-needs_c = pytest.mark.skipif(records is None, reason="dist2 was built without its parts in C")
-
 
 def calls(pg: ProcessGroup) -> dict[str, Callable[[], torch.Tensor]]:
     """Every operation in its most common form; each returns the tensor that it wrote."""
@@ -124,7 +122,6 @@ def test_the_second_call_gives_what_the_first_gave() -> None:
     run_ranks(3, body, INPROC)
 
 
-@needs_c
 @needs("exchange")
 def test_a_known_call_runs_no_code_in_python() -> None:
     def body(pg: ProcessGroup) -> None:
@@ -155,7 +152,6 @@ def test_a_known_call_runs_no_code_in_python() -> None:
     run_ranks(2, body, INPROC)
 
 
-@needs_c
 @needs("exchange")
 def test_messages_run_no_code_in_python_whichever_way_their_peer_is_spelled() -> None:
     def body(pg: ProcessGroup) -> None:
@@ -249,7 +245,6 @@ def test_methods_look_like_those_in_python(name: str) -> None:
     assert inspect.signature(method) == inspect.signature(own)
 
 
-@needs_c
 def test_arguments_are_checked_and_nothing_leaks() -> None:
     def body(pg: ProcessGroup) -> None:
         tensor = torch.ones(4)

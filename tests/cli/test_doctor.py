@@ -19,7 +19,7 @@ from dist2.cli.doctor.finding import Finding, Level
 
 CHECKED = {
     "cores", "shared memory", "/dev/shm", "huge pages", "open files", "locked memory", "pidfd", "clock",
-    "time of day", "loopback", "host name", "MASTER_ADDR", "Python", "torch", "dist2", "hot path",
+    "time of day", "loopback", "host name", "MASTER_ADDR", "Python", "torch", "dist2",
     "extra control-plane", "extra bench", "variables", "launcher", "GPUs",
 }  # fmt: skip
 

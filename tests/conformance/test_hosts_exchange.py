@@ -12,7 +12,7 @@ import torch
 from support.lending_offers import note_offers
 from support.ranks import Tenant, run_ranks
 
-from dist2 import GroupAbortedError, MismatchError, OperationTimeoutError, ProcessGroup, compiled
+from dist2 import GroupAbortedError, MismatchError, OperationTimeoutError, ProcessGroup
 from dist2.backends.socket.algorithms import hosts_exchange
 from dist2.backends.socket.journey import Itinerary
 from dist2.backends.socket.overlap import Action, Messages
@@ -29,7 +29,6 @@ LAYOUTS = (
     FOUR,
 )
 ON_ALL = pytest.mark.parametrize("tenant", LAYOUTS, ids=str)
-IN_SCRIPTS = pytest.mark.skipif(compiled.steps is None, reason="not built")
 LONG = 20_000
 
 
@@ -82,7 +81,6 @@ def test_parts_that_are_too_long_to_be_cut() -> None:
     run_ranks(3, lambda pg: exchange(pg, lambda src, dst: 4_500_000 * (src + dst == 2)), LAYOUTS[2])
 
 
-@IN_SCRIPTS
 @pytest.mark.parametrize("tenant", [TWO_BY_TWO, LAYOUTS[2]], ids=str)
 @pytest.mark.parametrize("opens", ["never", "on some ranks", "at times"])
 @pytest.mark.parametrize("awaits", [False, True], ids=["all at the end", "round by round"])
@@ -108,7 +106,6 @@ def test_more_pieces_than_credit_covers(
     run_ranks(len(tenant.layout), lambda pg: exchange(pg, lambda src, dst: 1_300_000), tenant)
 
 
-@IN_SCRIPTS
 def test_scripts_have_the_links_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[bool] = []
     opening = Rails.open

@@ -17,7 +17,7 @@ from support.time_limits import in_time
 from torch.distributed import ReduceOp
 
 import dist2
-from dist2 import MismatchError, OperationTimeoutError, PeerLostError, ProcessGroup, compiled
+from dist2 import MismatchError, OperationTimeoutError, PeerLostError, ProcessGroup
 from dist2.backends.socket.binding import Bindings
 from dist2.backends.socket.single_copy import SingleCopyProgram
 from dist2.backends.socket.transport import cross_memory
@@ -173,12 +173,11 @@ def exchange_of_any_lengths(pg: ProcessGroup) -> None:
                     output.zero_()
 
 
-@pytest.mark.parametrize("steps_in_c", [True, False])
-def test_ranks_that_exchange_any_lengths_go_the_same_way(tmp_path: Path, steps_in_c: bool) -> None:
+def test_ranks_that_exchange_any_lengths_go_the_same_way(tmp_path: Path) -> None:
     tuning = tmp_path / "tuning.json"
     rows = {"all_to_all_lent_bytes": (10_000,) * 4, "all_to_all_swept_bytes": (500_000,) * 4}
     Tuning(DEFAULT_THRESHOLDS.changed(rows | {"lending_bytes": 100_000})).write(tuning)
-    run_processes(3, exchange_of_any_lengths, tmp_path, steps_in_c=steps_in_c, tuning=str(tuning))
+    run_processes(3, exchange_of_any_lengths, tmp_path, tuning=str(tuning))
 
 
 def calls_to_and_fro(pg: ProcessGroup) -> None:
@@ -269,7 +268,6 @@ def bindings_of_new_tensors(pg: ProcessGroup) -> list[int]:
     return found
 
 
-@pytest.mark.skipif(compiled.steps is None, reason="Python works it out for each set of addresses")
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_what_to_do_is_worked_out_once_for_tensors_anywhere(tmp_path: Path, world_size: int) -> None:
     for found in run_processes(world_size, bindings_of_new_tensors, tmp_path, **ALGORITHM):
@@ -378,16 +376,13 @@ def calls_on_new_tensors_of_one(pg: ProcessGroup) -> tuple[list[int], bool | Non
     return found, pg.backend._programs._lending.by_kernel  # type: ignore[attr-defined]  # the socket backend's
 
 
-@pytest.mark.parametrize("steps_in_c", [True, False])
 @pytest.mark.parametrize("swept", [1, 1 << 40], ids=["swept", "by the kernel never"])
-def test_members_with_new_tensors_and_with_old_ones_do_the_same(
-    tmp_path: Path, swept: int, steps_in_c: bool
-) -> None:
+def test_members_with_new_tensors_and_with_old_ones_do_the_same(tmp_path: Path, swept: int) -> None:
     """What goes through slots unless it is mapped: the longest gathers, what is too short for the kernel."""
     tuning = tmp_path / "tuning.json"
     rows = dict.fromkeys(LENT, (1 << 40,) * len(CROWDS)) | {"all_gather_swept_bytes": (swept,) * len(CROWDS)}
     Tuning(DEFAULT_THRESHOLDS.changed(rows | {"lending_bytes": 1})).write(tuning)
-    found = run_processes(2, calls_on_new_tensors_of_one, tmp_path, steps_in_c=steps_in_c, tuning=str(tuning))
+    found = run_processes(2, calls_on_new_tensors_of_one, tmp_path, tuning=str(tuning))
     for fences, by_kernel in found:
         asks = swept == 1 or not by_kernel
         assert fences == [2] * 10 + [3 if asks else 2] * 2  # through slots it takes two

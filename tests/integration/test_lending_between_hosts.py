@@ -15,7 +15,7 @@ from support.processes import DIED, caught, run_processes
 from support.time_limits import in_time
 
 import dist2
-from dist2 import PeerLostError, ProcessGroup, compiled
+from dist2 import PeerLostError, ProcessGroup
 from dist2.backends.socket import crossing
 from dist2.backends.socket.borrowing import Borrowed, Borrowing
 from dist2.backends.socket.bound_steps import Bound
@@ -133,7 +133,6 @@ def new(values: torch.Tensor, shared: bool) -> torch.Tensor:
     return dist2.shared_empty(values.numel(), dtype=values.dtype).copy_(values) if shared else values.clone()
 
 
-@pytest.mark.skipif(compiled.steps is None, reason="Python works it out for each set of addresses")
 def test_what_to_do_is_worked_out_once_for_tensors_anywhere(tmp_path: Path) -> None:
     for found in run_processes(4, call_on_new_tensors, tmp_path, str(tmp_path / "hosts")):
         assert found[0]
@@ -184,15 +183,11 @@ def lose_one(pg: ProcessGroup, path: str, dies: int, phase: str, exchanges: bool
     ],
 )
 def test_who_is_killed_while_it_lends_is_named_on_both_hosts(dies: int, phase: str, tmp_path: Path) -> None:
-    if phase in IN_SCRIPTS and compiled.steps is None:
-        pytest.skip("not built")
     found = run_processes(4, lose_one, tmp_path, str(tmp_path / "hosts"), dies, phase, False)
     assert found == [DIED if rank == dies else (dies,) for rank in range(4)]
 
 
 @pytest.mark.parametrize(("dies", "phase"), [(0, "lent"), (3, "sending"), (2, "in a script")])
 def test_who_is_killed_in_an_exchange_is_named_on_both_hosts(dies: int, phase: str, tmp_path: Path) -> None:
-    if phase in IN_SCRIPTS and compiled.steps is None:
-        pytest.skip("not built")
     found = run_processes(4, lose_one, tmp_path, str(tmp_path / "hosts"), dies, phase, True)
     assert found == [DIED if rank == dies else (dies,) for rank in range(4)]

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import torch
 from support.processes import run_processes
-from support.programs import ROOT, run
-from support.warm_interpreter import warm_python
 
 from dist2 import ProcessGroup
 
@@ -81,22 +79,6 @@ def outlive(pg: ProcessGroup) -> bool:
 
 def test_a_closed_group_goes_without_the_garbage_collector(tmp_path: Path) -> None:
     assert run_processes(2, outlive, tmp_path) == [False, False]
-
-
-IN_PYTHON = """
-from integration.test_many_groups import outlive
-from support.ranks import TENANTS, run_ranks
-from dist2 import compiled
-
-(tenant,) = (each for each in TENANTS if each.name == "shm")
-print(compiled.language(), run_ranks(2, outlive, tenant))
-"""
-
-
-def test_a_closed_group_of_python_alone_goes_without_it_too() -> None:
-    path = f"{ROOT}:{ROOT}/tests"
-    ended = run([*warm_python(), "-c", IN_PYTHON], variables={"DIST2_COMPILED": "0", "PYTHONPATH": path})
-    assert ended.output == "Python [False, False]\n", ended
 
 
 def test_many_groups_work_and_give_everything_back(tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tomllib
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
-from support.programs import ROOT, run
+from support.programs import ROOT, Ended, run
 
 PROBE = """
 import json, sys
@@ -37,8 +37,8 @@ print(json.dumps({
 """
 
 
-def build(folder: Path, compiler: str = 'cc "$@" -O0') -> Path:
-    """Build the wheel from a copy of the source, without a network and without optimized code."""
+def build(folder: Path, what: str = "--wheel", compiler: str = 'cc "$@" -O0') -> Ended:
+    """Build from a copy of the source into ``folder / "dist"``, without a network and optimized code."""
     cc = folder / "cc"
     cc.write_text(f"#!/bin/sh\nexec {compiler}\n")
     cc.chmod(0o700)
@@ -47,26 +47,21 @@ def build(folder: Path, compiler: str = 'cc "$@" -O0') -> Path:
     unwanted = shutil.ignore_patterns("__pycache__", "*.so")
     for package in ("dist2", "observability", "tests", "examples", "benchmarks"):
         shutil.copytree(ROOT / package, source / package, ignore=unwanted)
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
+    for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source)
-    ended = run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder / "dist", source],
+    return run(
+        [sys.executable, "-m", "build", what, "--no-isolation", "--outdir", folder / "dist", source],
         variables={"CC": str(cc), "LDSHARED": f"{cc} -shared"},
     )
-    assert ended.code == 0, ended
-    (built,) = (folder / "dist").glob("*.whl")
-    return built
-
-
-def compiled_parts(wheel: Path) -> set[str]:
-    """Return the names of the modules in C that are in a wheel."""
-    names = [Path(name) for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
-    return {name.name.partition(".")[0].lstrip("_") for name in names}
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("wheel"))
+    folder = tmp_path_factory.mktemp("wheel")
+    made = build(folder)
+    assert made.code == 0, made
+    (built,) = (folder / "dist").glob("*.whl")
+    return built
 
 
 @pytest.fixture(scope="module")
@@ -107,18 +102,27 @@ def test_every_module_is_in_it(wheel: Path) -> None:
     assert here == {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")}
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
-def test_all_of_c_is_in_it(wheel: Path) -> None:
-    extensions = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
-    assert compiled_parts(wheel) == {each["name"].removeprefix("dist2.compiled._") for each in extensions}
-    sources = {source for each in extensions for source in (*each["sources"], *each.get("depends", ()))}
-    assert sources == {
-        str(path.relative_to(ROOT)) for path in (ROOT / "dist2/compiled/source").rglob("*.[ch]")
-    }
+def test_the_extension_is_in_it(wheel: Path) -> None:
+    names = [Path(name) for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+    assert [str(name.parent / name.name.partition(".")[0]) for name in names] == ["dist2/compiled/_native"]
 
 
-def test_it_is_made_without_a_compiler_and_has_no_c_then(tmp_path: Path) -> None:
-    assert compiled_parts(build(tmp_path, compiler="false")) == set()
+def test_the_sources_of_the_extension_are_in_the_source_archive(tmp_path: Path) -> None:
+    made = build(tmp_path, "--sdist")
+    assert made.code == 0, made
+    (archive,) = (tmp_path / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        packed = {name.partition("/")[2] for name in opened.getnames()}
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "dist2/compiled/source").rglob("*.[ch]")}
+    assert sources | {"setup.py"} <= packed
+
+
+def test_without_a_compiler_it_says_what_to_do(tmp_path: Path) -> None:
+    made = build(tmp_path, compiler="false")
+    assert made.code != 0
+    for way_out in ("install a C compiler", "pip install ziglang", "pip wheel"):
+        assert way_out in made.output + made.errors, made
+    assert not list(tmp_path.glob("dist/*.whl"))
 
 
 def test_it_works_where_only_it_is_installed(python: Path, tmp_path: Path) -> None:

@@ -119,37 +119,26 @@ def broadcast_any_memory(pg: ProcessGroup) -> None:
             assert torch.equal(tensor, numbered(numel, turn))
 
 
-each_way = pytest.mark.parametrize(
-    ("world_size", "steps_in_c"),
-    [
-        (3, True),
-        (3, False),
-        pytest.param(2, True, marks=pytest.mark.exhaustive),
-        pytest.param(2, False, marks=pytest.mark.exhaustive),
-    ],
-)
+each_way = pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.exhaustive)])
 """Two ranks are a simple case of three."""
 
 
 @each_way
-def test_long_operations_with_a_root_through_pieces(
-    tmp_path: Path, world_size: int, steps_in_c: bool
-) -> None:
-    run_processes(world_size, stream, tmp_path, steps_in_c=steps_in_c, tuning=str(slots_alone(tmp_path)))
+def test_long_operations_with_a_root_through_pieces(tmp_path: Path, world_size: int) -> None:
+    run_processes(world_size, stream, tmp_path, tuning=str(slots_alone(tmp_path)))
 
 
-@pytest.mark.parametrize("steps_in_c", [True, False])
-def test_long_broadcasts_go_through_pieces_unless_they_are_mapped(tmp_path: Path, steps_in_c: bool) -> None:
-    run_processes(3, broadcast_any_memory, tmp_path, steps_in_c=steps_in_c)
+def test_long_broadcasts_go_through_pieces_unless_they_are_mapped(tmp_path: Path) -> None:
+    run_processes(3, broadcast_any_memory, tmp_path)
 
 
 @each_way
-def test_long_gathers(tmp_path: Path, world_size: int, steps_in_c: bool) -> None:
+def test_long_gathers(tmp_path: Path, world_size: int) -> None:
     for name, body in (("single", gather_all), ("lists", gather_lists)):
         (tmp_path / name).mkdir()
-        run_processes(world_size, body, tmp_path / name, steps_in_c=steps_in_c)
+        run_processes(world_size, body, tmp_path / name)
 
 
 @each_way
-def test_long_exchanges_through_slots(tmp_path: Path, world_size: int, steps_in_c: bool) -> None:
-    run_processes(world_size, exchange, tmp_path, algorithm="flat", steps_in_c=steps_in_c)
+def test_long_exchanges_through_slots(tmp_path: Path, world_size: int) -> None:
+    run_processes(world_size, exchange, tmp_path, algorithm="flat")

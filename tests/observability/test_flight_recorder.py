@@ -22,13 +22,11 @@ import torch
 from support.fake_groups import FakeGroup, info_of, metas
 from support.torch_analyser import analyse, complaints
 
-from dist2.compiled import records
 from dist2.errors import InvalidUsageError, PeerLostError
 from dist2.operation.kinds import OpKind
 from dist2.operation.signature import Signature, State
 from observability import flight_recorder
 from observability.flight_recorder import FlightRecorder, dump_flight_recorder, encode, error_text
-from observability.ring import PythonRing
 from observability.torch_format import dtype_name
 from observability.tracing import write_trace
 
@@ -318,14 +316,7 @@ def test_ranks_as_threads_of_one_process_are_told_apart(tmp_path: Path) -> None:
     assert recorder.dump(tmp_path / "f{rank}") == tmp_path / "f0"
 
 
-def rings() -> list[Any]:
-    kinds = [PythonRing] if records is None else [PythonRing, records.Ring]
-    return [pytest.param(kind, id=kind.__name__) for kind in kinds]
-
-
-@pytest.mark.parametrize("kind", rings())
-def test_of_each_group_the_last_operations_are_kept(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight_recorder, "_Ring", kind)
+def test_of_each_group_the_last_operations_are_kept() -> None:
     recorder = FlightRecorder(capacity=10)
     seldom, busy, other = (FakeGroup(info_of(uid=uid), recorder) for uid in ("seldom", "busy", "other"))
     for _ in range(flight_recorder.KEPT + 5):

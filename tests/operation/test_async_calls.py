@@ -21,10 +21,8 @@ from dist2.operation.work import Work
 from dist2.runtime.completion import Completion
 from dist2.runtime.threads import Worker
 
-compiled = pytest.mark.skipif(records is None, reason="the part in C is not built, or turned off")
 
-
-@pytest.fixture(params=["python", pytest.param("c", marks=compiled)])
+@pytest.fixture(params=["python", "c"])
 def pg(request: pytest.FixtureRequest) -> Iterator[ProcessGroup]:
     """Yield a group of one on either way, whose first asynchronous call is behind it: others go in C."""
     with dist2.new_group("fake", store=dist2.HashStore(), rank=0, world_size=1) as pg:
@@ -211,7 +209,6 @@ def test_all_is_let_go_without_the_garbage_collector(pg: ProcessGroup) -> None:
         gc.enable()
 
 
-@compiled
 def test_what_issuing_takes_is_checked() -> None:
     with dist2.new_group("fake", store=dist2.HashStore(), rank=0, world_size=1) as pg:
         assert pg._runner.in_c is not None and pg._runner.in_c.issuing is None

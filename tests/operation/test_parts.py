@@ -10,7 +10,6 @@ from support.fake_groups import FakeGroup, info_of
 from support.ranks import Tenant, run_ranks
 
 from dist2 import ProcessGroup
-from dist2.compiled import steps
 from dist2.operation.parts import Part, PartsLog, parts_log
 from dist2.operation.signature import Operation
 
@@ -21,10 +20,8 @@ TCP = Tenant("tcp", "socket", {"transport": "tcp"})
 @pytest.mark.parametrize(
     ("tenant", "numel", "names"),
     [
-        pytest.param(SHM, 2, ["copy", "wait", "reduce"], marks=pytest.mark.skipif(steps is None, reason="C")),
-        pytest.param(
-            SHM, 1 << 20, ["copy", "wait", "reduce"], marks=pytest.mark.skipif(steps is None, reason="C")
-        ),
+        (SHM, 2, ["copy", "wait", "reduce"]),
+        (SHM, 1 << 20, ["copy", "wait", "reduce"]),
         pytest.param(TCP, 2, ["send", "recv", "reduce"]),
         pytest.param(TCP, 1 << 20, ["send", "recv", "reduce"]),
     ],

@@ -11,20 +11,20 @@ import pytest
 import torch
 from support.torch_features import reason
 
-from dist2 import compiled
+from dist2.compiled import records
 from dist2.operation import plan_cache as plans_module
 from dist2.operation.kinds import MAX, SUM, OpKind
-from dist2.operation.plan_cache import Plan, Plans, PythonPlans
+from dist2.operation.plan_cache import AnyPlans, Plan, Plans
 from dist2.operation.signature import GroupInfo, Signature
 
 SIGNATURE = Signature(OpKind.BARRIER, GroupInfo("uid", "group", "", "fake", 0, (0,)))
 
 c_alone = pytest.mark.skipif(
-    Plans is PythonPlans,
-    reason=reason("exchange") if compiled.records else "the part in C is not built, or turned off",
+    Plans is AnyPlans,
+    reason=reason("exchange"),
 )
 TYPES: list[Any] = [
-    pytest.param(PythonPlans, id="python"),
+    pytest.param(AnyPlans, id="any"),
     pytest.param(Plans, id="c", marks=c_alone),
 ]
 
@@ -64,7 +64,7 @@ LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("plans", TYPES)
-def test_every_layout_has_a_plan_of_its_own(plans: type[PythonPlans]) -> None:
+def test_every_layout_has_a_plan_of_its_own(plans: type[AnyPlans]) -> None:
     made = plans()
     kept: dict[str, Plan] = {}
     for name, layout in LAYOUTS.items():
@@ -83,7 +83,7 @@ def test_every_layout_has_a_plan_of_its_own(plans: type[PythonPlans]) -> None:
 
 
 @pytest.mark.parametrize("plans", TYPES)
-def test_what_else_tells_calls_apart(plans: type[PythonPlans]) -> None:
+def test_what_else_tells_calls_apart(plans: type[AnyPlans]) -> None:
     one, two = torch.ones(4), torch.ones(4)
     both = (one, two)
     calls: list[tuple[Any, Any, Any, Any]] = [
@@ -112,7 +112,7 @@ def test_what_else_tells_calls_apart(plans: type[PythonPlans]) -> None:
 
 
 @pytest.mark.parametrize("plans", TYPES)
-def test_a_tensor_that_changes_is_another(plans: type[PythonPlans]) -> None:
+def test_a_tensor_that_changes_is_another(plans: type[AnyPlans]) -> None:
     made, tensor, first = plans(), torch.ones(4), plan()
     tensors = (tensor,)
     made.keep(OpKind.ALL_REDUCE, SUM, tensors, tensors, first)
@@ -128,7 +128,7 @@ def test_a_tensor_that_changes_is_another(plans: type[PythonPlans]) -> None:
 @pytest.mark.parametrize("layout", ["vector", "matrix", "scalar", "bool", "empty"])
 def test_plain_tensors_are_known_for_such(layout: str) -> None:
     tensors = [LAYOUTS[layout](), torch.nn.Parameter(torch.ones(2))]
-    assert Plans().plain(tensors, tensors) == (Plans is not PythonPlans)
+    assert Plans().plain(tensors, tensors) == (Plans is not AnyPlans)
 
 
 @pytest.mark.parametrize(
@@ -151,13 +151,13 @@ def test_a_plan_of_plain_tensors_is_not_found_with_others(tensor: Any) -> None:
     others = [tensor]
     assert not made.plain(others, others)
     assert not made.plain(tensors, others)
-    if Plans is not PythonPlans:
+    if Plans is not AnyPlans:
         assert made.find(OpKind.ALL_REDUCE, SUM, others, others) is None
 
 
 @pytest.mark.parametrize("plans", TYPES)
 @pytest.mark.parametrize("wrong", [3, None, "x", [3], [None], (each for each in (1, 2)), torch.ones(2)])
-def test_what_is_no_list_of_tensors_is_never_found(plans: type[PythonPlans], wrong: Any) -> None:
+def test_what_is_no_list_of_tensors_is_never_found(plans: type[AnyPlans], wrong: Any) -> None:
     made = plans()
     assert made.find(OpKind.ALL_REDUCE, SUM, wrong, wrong) is None
     made.keep(OpKind.ALL_REDUCE, SUM, wrong, wrong, plan())
@@ -166,7 +166,7 @@ def test_what_is_no_list_of_tensors_is_never_found(plans: type[PythonPlans], wro
 
 
 @pytest.mark.parametrize("plans", TYPES)
-def test_plans_start_over_when_there_are_too_many(plans: type[PythonPlans]) -> None:
+def test_plans_start_over_when_there_are_too_many(plans: type[AnyPlans]) -> None:
     made, last = plans(), plan()
     tensors = (torch.ones(4),)
     for number in range(plans_module.MAX_PLANS + 1):
@@ -176,7 +176,7 @@ def test_plans_start_over_when_there_are_too_many(plans: type[PythonPlans]) -> N
 
 
 @pytest.mark.parametrize("plans", TYPES)
-def test_plans_are_let_go_though_they_know_who_keeps_them(plans: type[PythonPlans]) -> None:
+def test_plans_are_let_go_though_they_know_who_keeps_them(plans: type[AnyPlans]) -> None:
     class Keeper:
         def __init__(self) -> None:
             self.plans = plans()
@@ -192,7 +192,7 @@ def test_plans_are_let_go_though_they_know_who_keeps_them(plans: type[PythonPlan
 
 
 @pytest.mark.parametrize("plans", TYPES)
-def test_calls_of_very_many_tensors_have_plans(plans: type[PythonPlans]) -> None:
+def test_calls_of_very_many_tensors_have_plans(plans: type[AnyPlans]) -> None:
     made, first = plans(), plan()
     tensors = [torch.ones(2, 3) for _ in range(100)]
     made.keep(OpKind.ALL_REDUCE_COALESCED, SUM, tensors, tensors, first)
@@ -200,7 +200,7 @@ def test_calls_of_very_many_tensors_have_plans(plans: type[PythonPlans]) -> None
 
 
 @pytest.mark.parametrize("plans", TYPES)
-def test_where_outputs_lie_in_inputs_tells_calls_apart(plans: type[PythonPlans]) -> None:
+def test_where_outputs_lie_in_inputs_tells_calls_apart(plans: type[AnyPlans]) -> None:
     memory = torch.zeros(8)
     layouts = {
         "apart": ([torch.ones(2)], [torch.ones(4)]),
@@ -226,7 +226,7 @@ def test_where_outputs_lie_in_inputs_tells_calls_apart(plans: type[PythonPlans])
 
 
 @pytest.mark.parametrize("plans", TYPES)
-def test_which_of_many_lies_in_which_tells_calls_apart(plans: type[PythonPlans]) -> None:
+def test_which_of_many_lies_in_which_tells_calls_apart(plans: type[AnyPlans]) -> None:
     tensors = [torch.zeros(1) for _ in range(70)]  # more than the part in C has room for
     for count in (2, 70):
         made = plans()
@@ -251,16 +251,15 @@ class Asked:
         return plans_module.is_odd(tensor)
 
 
-def marked(marks: tuple[int, int, int, int, int]) -> tuple[PythonPlans, Asked]:
+def marked(marks: tuple[int, int, int, int, int]) -> tuple[AnyPlans, Asked]:
     """Return plans that use marks, and their questions to torch if marks are not enough."""
     asked, types = Asked(), (torch.Tensor, torch.nn.Parameter)
     api: Any = torch.Tensor.__dlpack_c_exchange_api__
-    return compiled.records.Plans(PythonPlans(), api, types, asked, marks), asked
+    return records.Plans(AnyPlans(), api, types, asked, marks), asked
 
 
 def found_marks() -> tuple[int, int, int, int, int]:
     """Return where this torch keeps the marks and storages of tensors; skip where that is not found."""
-    records: Any = compiled.records
     found: tuple[int, int, int, int, int] = records.find_marks(plans_module.samples())
     if torch.__version__.startswith("2.13."):
         assert found[1] > 0 and found[3] > 0 and found[4] > 0
@@ -303,7 +302,7 @@ CUT: dict[str, Callable[[], torch.Tensor]] = {
 @pytest.mark.parametrize("plans", TYPES)
 @pytest.mark.parametrize("name", CUT)
 @pytest.mark.parametrize("left", [0, 1, 15])
-def test_a_tensor_beyond_its_storage_is_never_found(plans: type[PythonPlans], name: str, left: int) -> None:
+def test_a_tensor_beyond_its_storage_is_never_found(plans: type[AnyPlans], name: str, left: int) -> None:
     made, tensor = plans(), CUT[name]()
     storage = tensor.untyped_storage()
     enough = storage.nbytes()
@@ -331,7 +330,6 @@ def test_torch_is_asked_where_it_does_not_tell_the_length_of_storages() -> None:
 
 @c_alone
 def test_torch_is_asked_where_its_marks_are_not_found() -> None:
-    records: Any = compiled.records
     samples = plans_module.samples()
     assert samples and samples[0][3] and not samples[-1][3]
     wrong = [
@@ -396,7 +394,7 @@ def test_a_tensor_that_has_changed_is_read_anew(change: str) -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (4,), (2, 2), (1, 1, 1, 1, 4), (1, 1, 1, 1, 1, 1, 4)])
 def test_what_is_kept_of_a_tensor_is_what_torch_says(shape: tuple[int, ...]) -> None:
     """Also for tensors with many dimensions, with a shape outside of the C++ half."""
-    made, _ = marked(compiled.records.find_marks(plans_module.samples()))
+    made, _ = marked(records.find_marks(plans_module.samples()))
     kept: dict[tuple[torch.dtype, int], Plan] = {}
     tensors = [torch.ones(shape, dtype=dtype) for dtype in (torch.float32, torch.int32, torch.float16)] * 2
     for times in range(3):

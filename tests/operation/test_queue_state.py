@@ -1,28 +1,17 @@
-"""QueueState in C and in Python mean the same."""
+"""`QueueState`: the turn and the numbers of a group's operations."""
 
 from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-import pytest
 from support.threads import together
 
 from dist2.compiled import records
-from dist2.operation import queue as turns_module
-from dist2.operation.queue import PythonQueueState
-
-compiled = pytest.mark.skipif(records is None, reason="the part in C is not built, or turned off")
-TYPES: list[Any] = [
-    pytest.param(PythonQueueState, id="python"),
-    pytest.param(getattr(records, "QueueState", None), id="c", marks=compiled),
-]
 
 
-@pytest.mark.parametrize("turns", TYPES)
-def test_one_has_the_turn_and_others_queue(turns: type[PythonQueueState]) -> None:
-    made = turns()
+def test_one_has_the_turn_and_others_queue() -> None:
+    made = records.QueueState()
     assert made.idle
     assert made.enter() == 1
     assert (made.enter(), made.enter_queued(), made.idle) == (0, False, False)
@@ -39,9 +28,8 @@ def test_one_has_the_turn_and_others_queue(turns: type[PythonQueueState]) -> Non
     made.drainers -= 1
 
 
-@pytest.mark.parametrize("turns", TYPES)
-def test_the_thread_that_has_the_turn_is_known(turns: type[PythonQueueState]) -> None:
-    made = turns()
+def test_the_thread_that_has_the_turn_is_known() -> None:
+    made = records.QueueState()
     assert not made.is_held_here
     made.enter()
     assert made.is_held_here
@@ -57,9 +45,8 @@ def test_the_thread_that_has_the_turn_is_known(turns: type[PythonQueueState]) ->
     assert not made.is_held_here
 
 
-@pytest.mark.parametrize("turns", TYPES)
-def test_it_closes_once_and_only_when_nobody_is_there(turns: type[PythonQueueState]) -> None:
-    made = turns()
+def test_it_closes_once_and_only_when_nobody_is_there() -> None:
+    made = records.QueueState()
     assert made.empty
     made.enter_beside()
     assert (made.close(), made.empty) == (False, False)
@@ -74,9 +61,8 @@ def test_it_closes_once_and_only_when_nobody_is_there(turns: type[PythonQueueSta
     assert not made.close()
 
 
-@pytest.mark.parametrize("turns", TYPES)
-def test_numbers_are_given_once(turns: type[PythonQueueState]) -> None:
-    made = turns()
+def test_numbers_are_given_once() -> None:
+    made = records.QueueState()
     seen: list[int] = []
 
     def body() -> None:
@@ -93,9 +79,8 @@ def test_numbers_are_given_once(turns: type[PythonQueueState]) -> None:
     assert made.close()
 
 
-@pytest.mark.parametrize("turns", TYPES)
-def test_the_turn_is_kept_for_the_next_or_laid_down_for_a_moment(turns: type[PythonQueueState]) -> None:
-    made = turns()
+def test_the_turn_is_kept_for_the_next_or_laid_down_for_a_moment() -> None:
+    made = records.QueueState()
     assert made.enter() == 1
     assert not made.pass_on()
     assert not made.lay_down()
@@ -111,9 +96,8 @@ def test_the_turn_is_kept_for_the_next_or_laid_down_for_a_moment(turns: type[Pyt
     assert not made.left()
 
 
-@pytest.mark.parametrize("turns", TYPES)
-def test_a_job_is_awaited_while_none_could_run(turns: type[PythonQueueState]) -> None:
-    made = turns()
+def test_a_job_is_awaited_while_none_could_run() -> None:
+    made = records.QueueState()
     assert not made.await_job(0.001)
     made.issue()
     assert made.await_job(10.0)
@@ -131,9 +115,8 @@ def test_a_job_is_awaited_while_none_could_run(turns: type[PythonQueueState]) ->
     assert found == [True]
 
 
-@pytest.mark.parametrize("turns", TYPES)
-def test_nothing_is_awaited_after_the_end_but_what_is_queued(turns: type[PythonQueueState]) -> None:
-    made = turns()
+def test_nothing_is_awaited_after_the_end_but_what_is_queued() -> None:
+    made = records.QueueState()
     found: list[bool] = []
     waiter = threading.Thread(target=lambda: found.append(made.await_job(10.0)))
     waiter.start()
@@ -155,9 +138,8 @@ def test_nothing_is_awaited_after_the_end_but_what_is_queued(turns: type[PythonQ
     assert found == [False, True]
 
 
-@pytest.mark.parametrize("turns", TYPES)
-def test_no_wake_up_is_lost(turns: type[PythonQueueState]) -> None:
-    made, ran = turns(), 0
+def test_no_wake_up_is_lost() -> None:
+    made, ran = records.QueueState(), 0
 
     def body() -> None:
         nonlocal ran
@@ -177,12 +159,8 @@ def test_no_wake_up_is_lost(turns: type[PythonQueueState]) -> None:
     assert ran == 300
 
 
-@pytest.mark.parametrize("turns", TYPES)
-def test_a_job_that_nobody_comes_for_is_found_at_once(
-    turns: type[PythonQueueState], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(turns_module, "PATIENCE_S", 3600.0)  # in C the value is fixed
-    made = turns()
+def test_a_job_that_nobody_comes_for_is_found_at_once() -> None:
+    made = records.QueueState()
     made.hurry()  # nothing is queued: nothing to hurry
     assert not made.await_job(0.001)
     made.issue()

@@ -1,4 +1,4 @@
-"""Records, telling and counting in C and in Python: they mean the same."""
+"""Records, telling and counting."""
 
 from __future__ import annotations
 
@@ -13,29 +13,17 @@ import pytest
 import torch
 
 from dist2.compiled import records
-from dist2.operation.instruments import python_tell
 from dist2.operation.kinds import SUM, OpKind
-from dist2.operation.signature import FIELDS, GroupInfo, Operation, PythonRecord, Signature, TensorMeta
+from dist2.operation.signature import FIELDS, GroupInfo, Operation, Signature, TensorMeta
 from observability.metrics import COUNTERS, LAST_SEQ, MAX_NS, Metrics
 
 INFO = GroupInfo("uid", "group", "", "socket", 0, (0, 1))
 META = TensorMeta((4,), torch.float32)
 SIGNATURE = Signature(OpKind.ALL_REDUCE, INFO, (META,), (META,), SUM)
 
-compiled = pytest.mark.skipif(records is None, reason="the part in C is not built, or turned off")
-TYPES: list[Any] = [
-    pytest.param(PythonRecord, id="python"),
-    pytest.param(getattr(records, "Record", None), id="c", marks=compiled),
-]
-TELLS: list[Any] = [
-    pytest.param(python_tell, id="python"),
-    pytest.param(getattr(records, "tell", None), id="c", marks=compiled),
-]
 
-
-@pytest.mark.parametrize("record", TYPES)
-def test_a_record_has_what_it_was_made_with(record: type[PythonRecord]) -> None:
-    made = record(SIGNATURE, 7, 100, 1 << 62, True)
+def test_a_record_has_what_it_was_made_with() -> None:
+    made = records.Record(SIGNATURE, 7, 100, 1 << 62, True)
     fields = {name: getattr(made, name) for name in FIELDS}
     assert fields == {
         "signature": SIGNATURE,
@@ -56,10 +44,9 @@ def test_a_record_has_what_it_was_made_with(record: type[PythonRecord]) -> None:
         made.other = 1  # type: ignore[attr-defined]  # wrong, on purpose
 
 
-@pytest.mark.parametrize("record", TYPES)
-def test_a_record_knows_when_and_where_it_began(record: type[PythonRecord]) -> None:
+def test_a_record_knows_when_and_where_it_began() -> None:
     before, line = monotonic_ns(), sys._getframe().f_lineno + 1
-    made = record.begun(SIGNATURE, 1_000_000_000, False, "/elsewhere/")
+    made = records.Record.begun(SIGNATURE, 1_000_000_000, False, "/elsewhere/")
     assert before <= made.created_ns <= monotonic_ns()
     assert made.deadline_ns == made.created_ns + 1_000_000_000
     assert (made.signature, made.seq, made.is_async) == (SIGNATURE, 0, False)
@@ -68,25 +55,24 @@ def test_a_record_knows_when_and_where_it_began(record: type[PythonRecord]) -> N
     assert lines == [line]
 
 
-def called_by(record: type[PythonRecord], here: str | tuple[str, ...]) -> PythonRecord:
+def called_by(here: str | tuple[str, ...]) -> records.Record:
     """Begin a record in a frame of a file that does not exist."""
     code = compile("def call(record, here): return record.begun(None, 1, False, here)", "/ours/x.py", "exec")
     names: dict[str, Any] = {}
     exec(code, names)
-    made: PythonRecord = names["call"](record, here)
+    made: records.Record = names["call"](records.Record, here)
     return made
 
 
-@pytest.mark.parametrize("record", TYPES)
-def test_frames_of_the_library_did_not_call(record: type[PythonRecord]) -> None:
-    named = called_by(record, "/theirs")
-    skipped = called_by(record, "/ours")
+def test_frames_of_the_library_did_not_call() -> None:
+    named = called_by("/theirs")
+    skipped = called_by("/ours")
     for here in (("/theirs/", "/ours/"), ("/ours/",)):
-        assert called_by(record, here).code is called_by.__code__
+        assert called_by(here).code is called_by.__code__
     for others in (("/theirs/", "/our/"), ()):
-        among = called_by(record, others).code
+        among = called_by(others).code
         assert among is not None and among.co_filename == "/ours/x.py"
-    everything = called_by(record, "")  # all frames are ours: the outermost called
+    everything = called_by("")  # all frames are ours: the outermost called
     assert named.code is not None and named.code.co_filename == "/ours/x.py"
     assert skipped.code is called_by.__code__
     frame = sys._getframe()
@@ -95,17 +81,16 @@ def test_frames_of_the_library_did_not_call(record: type[PythonRecord]) -> None:
     assert everything.code is frame.f_code
 
 
-@pytest.mark.parametrize("record", TYPES)
 @pytest.mark.parametrize("tracked_by", ["nothing", "error"])
-def test_a_record_is_let_go(record: type[PythonRecord], tracked_by: str) -> None:
-    class Derived(record):  # type: ignore[valid-type]  # as `Operation` is
+def test_a_record_is_let_go(tracked_by: str) -> None:
+    class Derived(records.Record):  # as `Operation` is
         __slots__ = ()
 
     made = Derived.begun(SIGNATURE, 1, False, "")
     gone = weakref.ref(made)
     if tracked_by == "error":
 
-        def fail(operation: PythonRecord) -> None:
+        def fail(operation: records.Record) -> None:
             operation.error = ValueError("x")
             raise operation.error
 
@@ -118,7 +103,6 @@ def test_a_record_is_let_go(record: type[PythonRecord], tracked_by: str) -> None
     assert gone() is None
 
 
-@compiled
 def test_making_records_leaks_nothing() -> None:
     code = sys._getframe().f_code
     for _ in range(100):
@@ -131,9 +115,7 @@ def test_making_records_leaks_nothing() -> None:
     assert all(abs(new - old) < 100 for new, old in zip(after, counts, strict=True))
 
 
-@compiled
 def test_counters_of_two_series_are_added_up() -> None:
-    assert records is not None
     counters, others = records.Counters(), records.Counters()
     for place in range(COUNTERS):
         counters[place], others[place] = place << 70, (COUNTERS - place) << 70
@@ -144,9 +126,7 @@ def test_counters_of_two_series_are_added_up() -> None:
     assert list(counters) == sums
 
 
-@compiled
 def test_wrong_arguments_are_refused() -> None:
-    assert records is not None
     with pytest.raises(TypeError, match="begun takes 4 arguments, got 1"):
         Operation.begun(SIGNATURE)  # type: ignore[call-arg]  # wrong, on purpose
     with pytest.raises(TypeError, match="here must be a str"):
@@ -163,8 +143,7 @@ def test_wrong_arguments_are_refused() -> None:
         records.Counters()[COUNTERS]
 
 
-@pytest.mark.parametrize("tell", TELLS)
-def test_what_raises_is_handed_over_and_the_others_are_told(tell: Callable[..., None]) -> None:
+def test_what_raises_is_handed_over_and_the_others_are_told() -> None:
     told: list[object] = []
 
     def bad(operation: object) -> None:
@@ -173,14 +152,14 @@ def test_what_raises_is_handed_over_and_the_others_are_told(tell: Callable[..., 
     def failed(teller: object, error: Exception) -> None:
         told.append((teller, error.args, error.__traceback__ is not None))
 
-    tell((told.append, bad, told.append), 5, failed)
+    records.tell((told.append, bad, told.append), 5, failed)
     assert told == [5, (bad, (5,), True), 5]
 
     def interrupted(operation: object) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        tell((interrupted, told.append), 6, failed)
+        records.tell((interrupted, told.append), 6, failed)
     assert 6 not in told
 
 
@@ -200,7 +179,6 @@ def counted(metrics: Metrics, count: Callable[[Operation], None]) -> object:
     return metrics.series(), metrics.errors(), metrics.in_flight()
 
 
-@compiled
 def test_counting_in_c_counts_the_same() -> None:
     fast, plain = Metrics(), Metrics()
     assert counted(fast, fast.operation_finished) == counted(
@@ -208,9 +186,7 @@ def test_counting_in_c_counts_the_same() -> None:
     )
 
 
-@compiled
 def test_counters_are_a_list_of_numbers() -> None:
-    assert records is not None
     counters = records.Counters()
     assert list(counters) == [0] * COUNTERS
     for number in (1, -1, (1 << 62) - 1, 1 << 62, -(1 << 62) - 1, (1 << 100) + 7):
@@ -219,12 +195,10 @@ def test_counters_are_a_list_of_numbers() -> None:
     with pytest.raises(OverflowError):
         counters[3] = 1 << 130
     with pytest.raises(TypeError):
-        counters[3] = "x"
+        counters[3] = "x"  # type: ignore[assignment]  # wrong, on purpose
 
 
-@compiled
 def test_messages_are_tallied_and_the_recorder_is_asked_about_what_is_unusual() -> None:
-    assert records is not None
     passed: list[Operation] = []
     known, unknown = (Signature(OpKind.SEND, INFO, (META,), peer=1) for _ in range(2))
     tally = records.Tally()

@@ -20,16 +20,13 @@ from support.torch_features import needs
 
 import dist2
 from dist2 import GroupAbortedError, InvalidUsageError, OperationTimeoutError, ProcessGroup, add_instrument
-from dist2.compiled import records
 from dist2.operation.runner import OperationRunner
 from dist2.operation.signature import Operation, State
 from dist2.operation.work import Work
 from dist2.runtime.signals import ctrl_c
 
-compiled = pytest.mark.skipif(records is None, reason="the part in C is not built, or turned off")
 
-
-@pytest.fixture(params=["python", pytest.param("c", marks=compiled)])
+@pytest.fixture(params=["python", "c"])
 def pg(request: pytest.FixtureRequest) -> Iterator[ProcessGroup]:
     """Yield a group of one, on either way."""
     with dist2.new_group("fake", store=dist2.HashStore(), rank=0, world_size=1) as pg:
@@ -248,7 +245,6 @@ def test_a_group_is_let_go(pg: ProcessGroup) -> None:
     assert gone() is None
 
 
-@compiled
 def test_many_calls_leak_nothing() -> None:
     with dist2.new_group("fake", store=dist2.HashStore(), rank=0, world_size=1) as pg:
         tensor = torch.ones(2)
@@ -268,14 +264,13 @@ def test_many_calls_leak_nothing() -> None:
     assert all(abs(new - old) < 200 for new, old in zip(after, before, strict=True))
 
 
-@compiled
 @needs("exchange")
 @pytest.mark.parametrize("name", ["all_reduce", "send"])
 def test_where_tensors_lie_is_known_while_a_call_is_under_way(name: str) -> None:
     known: list[int] = []
 
     def note(operation: Operation) -> None:
-        known.append(operation.places)  # type: ignore[attr-defined]  # only the record in C has it
+        known.append(operation.places)  # only the record in C has it
         if len(known) == 3:
             raise InvalidUsageError("not this one")
 

@@ -15,7 +15,6 @@ from support.torch_features import needs
 
 from dist2 import GroupAbortedError, InvalidUsageError, ProcessGroup, add_instrument
 from dist2.backends.socket.transport import shared_memory
-from dist2.compiled import messages, records
 from dist2.operation.kinds import OpKind
 from dist2.operation.signature import Operation, State
 from dist2.operation.work import Work
@@ -26,7 +25,6 @@ A_WHILE_S = 0.5
 
 pytestmark = [
     pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory"),
-    pytest.mark.skipif(messages is None or records is None, reason="needs the parts in C"),
 ]
 
 

@@ -14,10 +14,7 @@ import torch
 
 import dist2
 from dist2 import InvalidUsageError, ProcessGroup
-from dist2.compiled import records
 from dist2.operation.work import Work
-
-pytestmark = pytest.mark.skipif(records is None, reason="the part in C is not built, or turned off")
 
 
 @pytest.fixture

@@ -7,8 +7,6 @@ from pathlib import Path
 import attrs
 import pytest
 from support.captured_logs import logged
-from support.programs import run
-from support.warm_interpreter import warm_python
 
 import dist2
 from dist2.backends.socket.tuning import Tuning
@@ -47,8 +45,8 @@ def test_an_empty_variable_is_unset(name: str) -> None:
 def test_each_setting_has_a_variable() -> None:
     settings = {field.name.removesuffix("_s") for field in attrs.fields(Config)}
     named = {name.removeprefix("DIST2_").lower() for name in VARIABLES}
-    assert named == {*settings, "secret_file", "compiled"}
-    assert all(f"``{name}" in f"{Config.__doc__}``DIST2_COMPILED``" for name in VARIABLES)
+    assert named == {*settings, "secret_file"}
+    assert all(f"``{name}" in str(Config.__doc__) for name in VARIABLES)
 
 
 def test_an_unknown_variable_is_logged_once_with_the_closest_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,12 +91,6 @@ def test_an_unusable_tuning_file_is_named_with_its_variable(tmp_path: Path) -> N
     for path in (tmp_path / "tuning.json", tmp_path / "missing.json", tmp_path):
         with pytest.raises(InvalidUsageError, match=f"{path}.*DIST2_TUNING"):
             Tuning.read(path)
-
-
-def test_a_bad_switch_of_the_parts_in_c_is_named() -> None:
-    ended = run([*warm_python(), "-c", "import dist2"], variables={"DIST2_COMPILED": "maybe"})
-    assert "environment variable DIST2_COMPILED must be one of" in ended.errors
-    assert "got 'maybe'" in ended.errors
 
 
 @pytest.mark.parametrize(

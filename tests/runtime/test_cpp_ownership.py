@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.programs import run
 from support.ranks import TENANTS, run_ranks
 from support.torch_features import has
-from support.warm_interpreter import warm_python
 from torch import distributed
 from torch.distributed import distributed_c10d as c10d
 
@@ -152,20 +150,6 @@ def test_where_the_count_cannot_be_read_the_last_works_live_on(monkeypatch: pyte
         assert type(dist.Work.unbox(box)) is Work
     assert len(work._presumed_held) <= 64
     work._presumed_held.clear()
-
-
-def test_works_without_the_part_in_c_live_on_as_well() -> None:
-    program = (
-        "import gc, dist2, torch.distributed as dist\n"
-        "with dist2.new_group('fake', store=dist2.HashStore(), rank=0, world_size=1) as pg:\n"
-        "    box = pg.barrier().boxed()\n"
-        "    gc.collect()\n"
-        "    assert type(dist.Work.unbox(box)) is dist2.Work\n"
-        "    assert dist.Work.unbox(box).wait()\n"
-        "    del box\n"
-    )
-    ended = run([*warm_python(), "-c", program], variables={"DIST2_COMPILED": "0"})
-    assert (ended.code, ended.errors) == (0, "")
 
 
 # Stores

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 
-import pytest
 import torch
 
-from dist2 import compiled
-from dist2.backends.socket.transport.boards import board as board_module
-from dist2.backends.socket.transport.boards.arrivals import AnyArrivals, Arrivals, new_arrivals
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.control_words import WORDS
 from dist2.backends.socket.transport.boards.roster import Member
-from dist2.backends.socket.transport.doorbell import Doorbell
 from dist2.backends.socket.transport.shared_memory import SharedHost
 from dist2.operation.kinds import SUM, OpKind, Reduction
 from dist2.operation.signature import GroupInfo, Operation, Signature, TensorMeta
-
-ARRIVALS = {"C": [False], "Python": [True], "both": [False, True]}
-"""How the members of a board may come to fences: whether in Python, one member after the other."""
 
 
 class Members:
@@ -44,24 +35,6 @@ class Members:
             board.close()
         for host in self.hosts:
             host.close()
-
-
-def use_arrivals(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the members of boards come to fences in C, in Python, or every other one in each.
-
-    Args:
-        kind: Of `ARRIVALS`. The test is skipped if it needs parts in C that there are not.
-    """
-    if compiled.steps is None and kind != "Python":
-        pytest.skip("dist2 was built without its parts in C")
-    turns = itertools.cycle(ARRIVALS[kind])
-
-    def made(rank: int, own: memoryview, doorbell: Doorbell, members: int, spins: int) -> AnyArrivals:
-        if next(turns):
-            return Arrivals(rank, own, spins, 200_000)
-        return new_arrivals(rank, own, doorbell, members, spins)
-
-    monkeypatch.setattr(board_module, "new_arrivals", made)
 
 
 def words() -> memoryview:

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 import attrs
 
@@ -20,35 +19,27 @@ from dist2.backends.socket.transport.raw import address_of
 from dist2.runtime.deadline import deadline_in
 from support.threads import together
 
-if TYPE_CHECKING:
-    from dist2.compiled._messages import Express
-
 PRINT = 11
 NBYTES = 24
 
 
 @attrs.frozen
 class Side:
-    """One of two ranks.
-
-    Attributes:
-        in_c: Its short path is the one in C.
-    """
+    """One of two ranks."""
 
     node: Node
     endpoint: FabricEndpoint
     peer: int
-    in_c: bool = False
 
     def send(self, text: bytes, tag: int = 0) -> bool:
         lot = Lot(self.peer, tag, PRINT, len(text))
-        way = self._in_c(lot) if self.in_c else self.endpoint.ways.express_send(lot)
+        way = self.endpoint.ways.express(lot)
         held = bytearray(text) or bytearray(1)
         return way.send(address_of(memoryview(held)))
 
     def take(self, nbytes: int = NBYTES, tag: int = 0, fingerprint: int = PRINT) -> bytes | None:
         lot = Lot(self.peer, tag, fingerprint, nbytes)
-        way = self._in_c(lot) if self.in_c else self.endpoint.ways.express_receive(lot)
+        way = self.endpoint.ways.express(lot)
         buffer = bytearray(nbytes or 1)
         return bytes(buffer[:nbytes]) if way.take(address_of(memoryview(buffer))) else None
 
@@ -61,18 +52,13 @@ class Side:
     def wait_posted(self, posted: Receiving, buffer: bytearray, tag: int = 0, timeout_s: float = 0.1) -> bool:
         """Wait for a receive returned by `post`, by the short path."""
         lot = Lot(self.peer, tag, PRINT, len(buffer))
-        way = self._in_c(lot) if self.in_c else self.endpoint.ways.express_receive(lot)
+        way = self.endpoint.ways.express(lot)
         return way.wait_posted(posted, address_of(memoryview(buffer)), deadline_in(timeout_s))
 
     @property
     def account(self) -> Account:
         """The account of messages to and from the other side."""
         return self.endpoint._mailbox.accounts[True][self.peer]
-
-    def _in_c(self, lot: Lot) -> Express:
-        express = self.endpoint.ways.compiled_express(lot)
-        assert express is not None, "it is there, and the message is short"
-        return express
 
     def send_long_way(self, text: bytes, tag: int = 0) -> None:
         self.endpoint.wait([self.endpoint.send_tagged(self.peer, tag, PRINT, memoryview(text))], soon())
@@ -117,12 +103,11 @@ def pattern(nbytes: int, salt: int = 0) -> bytearray:
 
 
 @contextmanager
-def two_sides(share: bool = True, in_c: tuple[bool, bool] = (False, False)) -> Iterator[tuple[Side, Side]]:
+def two_sides(share: bool = True) -> Iterator[tuple[Side, Side]]:
     """Two ranks whose rings, or sockets, are in use: the first messages go before there are any.
 
     Args:
         share: Rings, not sockets.
-        in_c: Which of them have their short path in C.
     """
     nodes = [Node(attend_s=0), Node(attend_s=0)]
     cards = [node.card for node in nodes]
@@ -140,7 +125,6 @@ def two_sides(share: bool = True, in_c: tuple[bool, bool] = (False, False)) -> I
                 on_revoked=lambda *_: None,
             ),
             1 - rank,
-            in_c[rank],
         )
         for rank, node in enumerate(nodes)
     ]

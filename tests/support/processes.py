@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import dist2
-from dist2 import PrefixStore, ProcessGroup, compiled
+from dist2 import PrefixStore, ProcessGroup
 from support.ranks import host_platform
 from support.time_limits import Verdict, failure, verdict
 
@@ -132,9 +132,8 @@ def run_processes(
 
     A process stays, and its group stays open, until all have answered: a rank that is done first has not left
     the others. One that raised leaves at once, so that the others do not wait for it. The option ``threads``
-    is the number of torch's threads in each, 1 by default: more of them take turns on a core, and spin. With
-    ``steps_in_c=False`` programs run their steps in Python. The environment of the ranks is that of the
-    server: variables that a test sets do not reach them.
+    is the number of torch's threads in each, 1 by default: more of them take turns on a core, and spin. The
+    environment of the ranks is that of the server: variables that a test sets do not reach them.
 
     Returns:
         The result of each; `DIED` if the process ended without an answer.
@@ -180,8 +179,6 @@ def _serve(
     pg = None
     answer: tuple[Verdict | None, Any]
     torch.set_num_threads(options.pop("threads", 1))
-    if not options.pop("steps_in_c", True):
-        compiled.steps = None
     backend, platform = options.pop("backend", "socket"), ExitStack()
     if backend == "nccl":
         options.setdefault("strict", True)  # as CPU groups: a wrong call raises at once

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import attrs
 
-from dist2 import compiled
 from support.stores import unused_port
 from support.warm_interpreter import warm_python
 
@@ -43,13 +42,8 @@ class Ended:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Return this process's environment without the variables of a launcher, and with the given variables.
-
-    If this process has no C extension, programs must not search for one, nor log that it is missing.
-    """
+    """Return this process's environment without the variables of a launcher, and with the given variables."""
     kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    if compiled.language() != "C":
-        kept["DIST2_COMPILED"] = "0"
     return {**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "120", **variables}
 
 

@@ -12,7 +12,7 @@ from dist2.operation.execution import Helped
 from dist2.operation.signature import Operation
 
 Shortly = Callable[[Transfer, int, int], bool]
-"""`ExpressReceive.wait_posted` or `ExpressOffer.wait_posted`."""
+"""`Express.wait_posted` or `ExpressTake.wait_posted`."""
 
 
 class Arriving(Helped):

@@ -13,9 +13,9 @@ from typing import Any
 import attrs
 import torch
 
-from dist2 import compiled
 from dist2.backends.socket.reduction import Fold, bind_fold
 from dist2.backends.socket.transport.boards.control_words import ALL
+from dist2.compiled import steps
 from dist2.operation.kinds import ReduceKind, Reduction
 from dist2.operation.signature import Operation
 
@@ -88,7 +88,7 @@ class Bound:
 
     Attributes:
         action: Does it, or returns a callable that does; the program defines its arguments.
-        native: The same for a script; None: only Python can do it.
+        native: The same for a script, which calls ``action`` where it cannot do it; None: only Python can.
     """
 
     action: Callable[[Any], Any]
@@ -144,8 +144,7 @@ def beside(step: Bound) -> Bound:
 
 def is_copy(step: Bound, *ways: Way) -> bool:
     """Whether a script copies a block in one of some ways, perhaps to two places."""
-    steps = compiled.steps
-    if steps is None or step.native is None:
+    if step.native is None:
         return False
     kind, *arguments = step.native
     return kind in (steps.COPY, steps.BOTH) and arguments[-1] in ways
@@ -169,7 +168,7 @@ def folding(
     """Bind a fold; several threads of torch's, where it has them, fold long vectors sooner than C."""
     if numel > ONE_THREAD and torch.get_num_threads() > 1:
         return Bound(action)
-    if compiled.steps is None or fold.native not in compiled.steps.FOLDS:
+    if fold.native not in steps.FOLDS:
         return Bound(action)
     return _bound(action, "FOLD", fold.native, fold.divisor, dst, tuple(srcs), nbytes)
 
@@ -249,5 +248,4 @@ def seeing_off(action: Callable[[Any], Any], rail: object, number: int) -> Bound
 
 
 def _bound(action: Callable[[Any], Any], kind: str, *arguments: object) -> Bound:
-    steps = compiled.steps
-    return Bound(action, None if steps is None else (getattr(steps, kind), *arguments))
+    return Bound(action, (getattr(steps, kind), *arguments))

@@ -9,7 +9,6 @@ from functools import partial
 import attrs
 import torch
 
-from dist2 import compiled
 from dist2.backends.base import GroupSpec
 from dist2.backends.socket.address import data_host
 from dist2.backends.socket.backend import Place, SocketBackend
@@ -46,7 +45,6 @@ def create(spec: GroupSpec) -> SocketBackend:
         AuthenticationError: A member's notice is not sealed with this process's secret.
         RendezvousError: The address to listen on is not this machine's.
     """
-    compiled.tell_remedy()
     options = check(spec.device, spec.options)
     host = options.host or data_host(spec.store)
     node = options.node if options.node is not None else node_pool.acquire(host, spec.info.uid)

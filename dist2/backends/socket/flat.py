@@ -130,11 +130,9 @@ class FlatProgram:
         self._native: weakref.ref[NativeProgram] | None = None  # it has this one
 
     def program(self) -> Program:
-        """Return the callable: this object, or its equivalent in C if one script covers a call."""
+        """Return the callable in C, which calls this object until one script covers a call."""
         # The halves have turns; on pieces, which each block claims, both scripts are one.
         native = native_program(self._board, self, self._go_on, by_parity=self._recipe.streams)
-        if native is None:
-            return self
         self._native = weakref.ref(native)
         return native
 
@@ -164,7 +162,7 @@ class FlatProgram:
         recipe = self._recipe
         if recipe.blocks == 1:
             return self._block_of(0)
-        if self._native is None or not recipe.streams or recipe.blocks > MAX_JOINED:
+        if not recipe.streams or recipe.blocks > MAX_JOINED:
             return None
         joined = self._joined(0, recipe.blocks)
         joined.prepare()
@@ -198,8 +196,6 @@ class FlatProgram:
     def _alike(self, index: int, blocks: int) -> int:
         """Return how many blocks of the same length from one on a script does."""
         recipe = self._recipe
-        if self._native is None:
-            return 1
         alike = self._lengths.get(index)
         if alike is None:
             counts, most = recipe.counts(index), MAX_JOINED if recipe.streams else ROW

@@ -16,7 +16,7 @@ from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.ring import RingWriter
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
-from dist2.backends.socket.transport.messages.express import ExpressSend, Lot
+from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.express_long import ExpressOffer, ExpressTake
 from dist2.backends.socket.transport.messages.express_socket import SocketReceive
 from dist2.backends.socket.transport.messages.transfer import Sending, next_number
@@ -93,13 +93,11 @@ class Messenger:
         return execute
 
     def _carrier(self, signature: Signature) -> Execute | None:
-        """Return a callable that runs a signature in C, where that is there for it."""
+        """Return a callable that runs a signature in C, if its messages have a short path."""
         lot = _lot_of(signature)
         if lot is None or not self._endpoint.ways.has_express(lot):
             return None
-        express = self._endpoint.ways.compiled_express(lot)
-        if express is None or messages is None:
-            return None
+        express = self._endpoint.ways.express(lot)
         sends = signature.kind is OpKind.SEND
         more: dict[str, Any] = {}
         if lot.is_long:
@@ -107,16 +105,13 @@ class Messenger:
                 offer = self._endpoint.ways.express_offer(lot)
                 more, otherwise = self._long_out(offer), self._by_loan(lot, offer, None)
             else:
-                take = self._endpoint.ways.express_take(lot, express)
+                take = self._endpoint.ways.express_take(lot)
                 more = self._long_in(lot, take)
                 otherwise = self._posting(self._endpoint.recv_tagged, lot, take.wait_posted)
         else:
             post = self._endpoint.send_tagged if sends else self._endpoint.recv_tagged
             otherwise = self._posting(post, lot, None if sends else express.wait_posted)
-        carrier: Execute = messages.Carrier(
-            messenger=self, express=express, sends=sends, otherwise=otherwise, **more
-        )
-        return carrier
+        return messages.Carrier(messenger=self, express=express, sends=sends, otherwise=otherwise, **more)
 
     def _long_out(self, offer: ExpressOffer) -> dict[str, Any]:
         """Return the action of a carrier for a long message that is not taken in a moment."""
@@ -158,7 +153,7 @@ class Messenger:
         if not ways.has_express(lot):
             return self._posting(self._endpoint.send_tagged, lot)
         if lot.is_long:
-            whole = None if lot.whole_lot is None else ways.express_send(lot.whole_lot)
+            whole = None if lot.whole_lot is None else ways.express(lot.whole_lot)
             return self._by_loan(lot, ways.express_offer(lot), whole)
         return self._by_ring_out(lot)
 
@@ -187,7 +182,7 @@ class Messenger:
 
     def _by_ring_out(self, lot: Lot) -> Way:
         endpoint = self._endpoint
-        send, otherwise = self._endpoint.ways.express_send(lot).send, self._posting(endpoint.send_tagged, lot)
+        send, otherwise = self._endpoint.ways.express(lot).send, self._posting(endpoint.send_tagged, lot)
 
         def run(operation: Operation, tensor: torch.Tensor) -> Helped | None:
             return None if send(tensor.data_ptr()) else otherwise(operation, tensor)
@@ -195,7 +190,8 @@ class Messenger:
         return run
 
     def _by_ring_in(self, lot: Lot) -> Way:
-        express, peer = self._endpoint.ways.express_receive(lot), lot.peer
+        ways, peer = self._endpoint.ways, lot.peer
+        express = ways.express_take(lot) if lot.is_long else ways.express(lot)
         take, wait = express.take, express.wait
         otherwise = self._posting(self._endpoint.recv_tagged, lot, express.wait_posted)
 
@@ -230,7 +226,7 @@ class Messenger:
 
         return run
 
-    def _by_loan(self, lot: Lot, offer: ExpressOffer, whole: ExpressSend | None) -> Way:
+    def _by_loan(self, lot: Lot, offer: ExpressOffer, whole: messages.Express | None) -> Way:
         """Return the path of outgoing messages that are lent; or sent whole if the caller does not wait."""
         otherwise = self._posting(self._endpoint.send_tagged, lot)
         send, post = offer.send, offer.post

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from dist2 import compiled
 from dist2.backends.socket.executor import Memory, Traffic
 from dist2.backends.socket.overlap import Message, Messages, Needs
 from dist2.backends.socket.plan import Plan
@@ -58,7 +57,7 @@ class Ways:
                     self.sends[message.number] = endpoint.ways.socket_send(self.lots[message.number])
                 for message in self._short(endpoint, action.recvs):
                     self.recvs[message.number] = endpoint.ways.socket_receive(self.lots[message.number])
-        if compiled.steps is not None and len(self.lots) == plan.messages > 0:
+        if len(self.lots) == plan.messages > 0:
             self.rails = endpoint.ways.rails(fingerprint)
 
     def _short(self, endpoint: FabricEndpoint, messages: Sequence[Message]) -> Iterator[Message]:

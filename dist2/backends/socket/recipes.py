@@ -13,7 +13,6 @@ from functools import lru_cache, partial
 import attrs
 import torch
 
-from dist2 import compiled
 from dist2.backends.socket.algorithms.flat_exchange import flat_exchange
 from dist2.backends.socket.algorithms.request import Request, family_of
 from dist2.backends.socket.algorithms.schedule import Schedule
@@ -115,7 +114,6 @@ class Recipes:
             signature.input_splits,
             signature.output_splits,
             torch.get_num_threads() > 1,  # folds of long vectors go by it
-            compiled.steps,
         )
         found = self._known.get(key)
         if found is None:

@@ -88,10 +88,8 @@ class SingleCopyProgram:
         return None
 
     def program(self) -> Program:
-        """Return the callable: this object, or its equivalent in C."""
+        """Return the callable in C, which calls this object until it has scripts."""
         native = native_program(self._board, self, self._attempt, self._recall.give_up, by_parity=True)
-        if native is None:
-            return self
         self._native = weakref.ref(native)
         return native
 

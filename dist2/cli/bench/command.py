@@ -11,7 +11,6 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dist2 import compiled
 from dist2.cli.arguments import INTERRUPTED, comma_list, make_folder, number, told, until_ctrl_c
 from dist2.cli.arguments import sizes as parsed_sizes
 from dist2.cli.bench.measuring import Comparison, Contest, Measurement, Plan, compare
@@ -180,11 +179,9 @@ def _measure(settings: Settings, console: Console, found: list[Measurement]) -> 
 def _show(comparisons: Sequence[Comparison], settings: Settings, console: Console) -> None:
     about = machine()
     console.print(
-        f"{about['cpu']}, {about['cores']} cores, torch {about['torch']}, hot path in {about['hot_path']}",
+        f"{about['cpu']}, {about['cores']} cores, torch {about['torch']}",
         highlight=False,
     )
-    if compiled.remedy():
-        console.print(compiled.remedy(), style="yellow")
     foreign = max(each.own.foreign_cores for each in comparisons)
     console.print(f"other processes kept {foreign:.2f} cores busy in the worst case", highlight=False)
     console.print(table_of(comparisons, settings.contenders, settings.title))

@@ -15,7 +15,6 @@ import torch
 from rich.box import SIMPLE
 from rich.table import Table
 
-from dist2 import compiled
 from dist2.cli.bench.measuring import Comparison, Measurement
 from dist2.cli.bench.peers import Peer
 from dist2.cli.bench.sizes import rate_text, ratio_text, size_text, time_text
@@ -109,7 +108,6 @@ def machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "hot_path": compiled.language(),
     }
 
 

@@ -1,4 +1,4 @@
-"""Checks of the software and its settings: versions, the C extension, variables, launcher, GPUs."""
+"""Checks of the software and its settings: versions, variables, launcher, GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from dist2 import compiled
 from dist2.cli.doctor.finding import Finding
 from dist2.errors import Dist2Error
 from dist2.rendezvous.launchers import launched
@@ -43,20 +42,6 @@ def versions() -> Iterator[Finding]:
     else:
         yield Finding.ok("torch", found)
     yield Finding.ok("dist2", f"dist2 {_version('dist2') or 'from a source tree, not installed'}")
-
-
-def hot_path() -> Iterator[Finding]:
-    """The language of the hot path."""
-    language, remedy = compiled.language(), compiled.remedy()
-    if language == "C":
-        yield Finding.ok("hot path", "C extension, all parts")
-    else:
-        yield Finding.warning(
-            "hot path",
-            f"runs in {language}",
-            "an 8-byte all_reduce takes about 11 us, not 2 us",
-            remedy.partition(": ")[2] or "unset DIST2_COMPILED",
-        )
 
 
 def extras() -> Iterator[Finding]:
@@ -133,7 +118,7 @@ def gpus() -> Iterator[Finding]:
     )
 
 
-CHECKS: tuple[Callable[[], Iterable[Finding]], ...] = (versions, hot_path, extras, variables, launcher, gpus)
+CHECKS: tuple[Callable[[], Iterable[Finding]], ...] = (versions, extras, variables, launcher, gpus)
 
 
 def _version(package: str) -> str | None:

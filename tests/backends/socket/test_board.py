@@ -7,19 +7,13 @@ import threading
 import time
 
 import pytest
-from support.boards import ARRIVALS, Members, operation, pass_fence, use_arrivals
+from support.boards import Members, operation, pass_fence
 from support.threads import ends_of
 from support.time_limits import in_time
 
 from dist2 import GroupAbortedError, MismatchError, OperationTimeoutError, PeerLostError
 from dist2.backends.socket.transport.boards.arrivals import default_spins, lone_spins
 from dist2.operation.kinds import MAX
-
-
-@pytest.fixture(autouse=True, params=ARRIVALS)
-def arrivals(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run each test on members that come to fences in C, in Python, and in both."""
-    use_arrivals(request.param, monkeypatch)
 
 
 def test_nobody_passes_before_all_are_here() -> None:

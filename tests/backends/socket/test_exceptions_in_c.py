@@ -17,16 +17,14 @@ from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.transfer import next_number
 from dist2.compiled import messages
 
-pytestmark = pytest.mark.skipif(
-    messages is None or not shared_memory.available(), reason="needs the part in C, and shared memory"
-)
+pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory")
 
 LONG = 256 << 10
 
 
 @pytest.fixture
 def sides() -> Iterator[tuple[Side, Side]]:
-    with two_sides(in_c=(True, True)) as both:
+    with two_sides() as both:
         yield both
 
 
@@ -38,8 +36,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fail: Callab
 
 def send(side: Side, text: bytearray, adopt: Callable[..., Any], cancel: Callable[..., Any]) -> None:
     """Send a long message as a group does, with the test's callables in place of its methods."""
-    assert messages is not None
-    express = side.endpoint.ways.compiled_express(Lot(side.peer, 0, PRINT, len(text)))
+    express = side.endpoint.ways.express(Lot(side.peer, 0, PRINT, len(text)))
     assert express is not None
 
     def otherwise(*_: object) -> None:
@@ -94,7 +91,7 @@ def test_what_adopting_an_offer_raises_keeps_the_interruption_in_its_context(
     raised, text, buffer = Raised(), pattern(LONG), bytearray(LONG)
     posted = two.post(buffer)
     sending = one.endpoint.send_tagged(one.peer, 0, PRINT, memoryview(text))
-    express = two.endpoint.ways.compiled_express(Lot(two.peer, 0, PRINT, LONG))
+    express = two.endpoint.ways.express(Lot(two.peer, 0, PRINT, LONG))
     assert express is not None
     with monkeypatch.context() as patched:
         fail_at(patched, two.endpoint._mailbox, "aborted", raised.raising("first"))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from support.crossing_messages import cross
-from support.endpoint_pairs import NBYTES, PRINT, Side, soon, text, two_sides
+from support.endpoint_pairs import NBYTES, PRINT, Side, soon, text
 from support.ranks import Tenant, run_ranks
 
 from dist2 import Dist2Error, GroupAbortedError, MismatchError, PeerLostError, ProcessGroup
@@ -21,7 +21,6 @@ from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_
 from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.wire import LEND_BYTES
-from dist2.compiled import messages
 
 pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory")
 
@@ -42,16 +41,6 @@ class OtherLink(Link):
     """One of another type."""
 
     __slots__ = ()
-
-
-@pytest.fixture(params=["python", "c", "c and python", "python and c"])
-def sides(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
-    first, _, second = request.param.partition(" and ")
-    in_c = (first == "c", (second or first) == "c")
-    if any(in_c) and messages is None:
-        pytest.skip("needs the parts in C")
-    with two_sides(in_c=in_c) as both:
-        yield both
 
 
 def test_messages_cross_whichever_way_either_side_takes(sides: tuple[Side, Side]) -> None:
@@ -87,7 +76,7 @@ def test_a_frame_that_nothing_is_before_begins_at_the_beginning(
     link = two.endpoint._fabric.ringed_from(one.node.card.card.fabric_id)
     assert link is not None
     assert link.rx is not None
-    begins = 8 if one.in_c and nbytes > 8 else 0  # then the payload has lines of its own
+    begins = 8 if nbytes > 8 else 0  # then the payload has lines of its own
     for number in range(3):
         sent = text(number)[:1] * nbytes
         assert one.send(sent)
@@ -129,7 +118,7 @@ def test_a_receive_posted_before_is_served_first(sides: tuple[Side, Side], sourc
     assert one.send(text(1))
     assert one.send(text(2))
     taken = two.take()
-    assert (taken is None) == (source == ANY_SOURCE or not two.in_c), "in C it serves the other first"
+    assert (taken is None) == (source == ANY_SOURCE), "it serves the other first"
     assert posted.done == (taken is not None)
     two.endpoint.wait([posted], soon())
     assert bytes(buffer) == text(1)
@@ -186,8 +175,7 @@ def test_what_was_received_is_taken_in_before_the_message_behind_it(sides: tuple
         assert one.account.used == used + count * (FRAME_COST + LEND_BYTES)
         assert two.send(text(number))
         got = one.take()
-        assert (got is not None) == one.in_c
-        assert (got or one.take_long_way()) == text(number)
+        assert got == text(number)
         assert one.account.used == 0
     crossed(sides, LEND_BYTES)
     assert one.take() is None, "there is nothing but that"

@@ -19,10 +19,9 @@ from support.threads import together
 from dist2 import MismatchError, OperationTimeoutError, PeerLostError, ProcessGroup
 from dist2.backends.socket.transport.base import Transfer
 from dist2.backends.socket.transport.links.link import Link
-from dist2.backends.socket.transport.messages import segments
 from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.express_announced import AnnouncedSend, AnnouncedTake
-from dist2.backends.socket.transport.messages.segments import Move, segment_at, whole_of
+from dist2.backends.socket.transport.messages.segments import segment_at, whole_of
 from dist2.backends.socket.transport.raw import address_of
 from dist2.backends.socket.wire import (
     HEADER_BYTES,
@@ -33,6 +32,7 @@ from dist2.backends.socket.wire import (
     Header,
     Kind,
 )
+from dist2.compiled import steps
 from dist2.errors import GroupAbortedError
 from dist2.operation.kinds import OpKind
 from dist2.operation.signature import Signature, TensorMeta
@@ -42,7 +42,6 @@ TCP = Tenant("tcp", "socket", {"transport": "tcp"})
 NBYTES = 2 * SEGMENT_BYTES + 1000
 HUGE = [limit + beside for limit in (2**31, 2**32) for beside in (-1, 0, 1)]
 LENGTHS = [PROMPT_BYTES + 1, 2 * SEGMENT_BYTES, NBYTES, 9 * SEGMENT_BYTES]
-MOVES = [pytest.param(segments.move_message, id="Python"), pytest.param(segments.move, id="as it is")]
 
 
 @attrs.frozen
@@ -96,9 +95,8 @@ class End:
         return back
 
 
-@pytest.fixture(params=MOVES)
-def ends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[End, End]]:
-    monkeypatch.setattr(segments, "move", request.param)
+@pytest.fixture
+def ends() -> Iterator[tuple[End, End]]:
     with two_sides(share=False) as (one, two):
         yield End(one), End(two)
 
@@ -364,7 +362,6 @@ class Mover:
         start: The place of the memory in the message.
     """
 
-    move: Move
     sends: bool
     sock: socket.socket
     memory: bytearray
@@ -384,16 +381,14 @@ class Mover:
             number, done, asked, agreed, filled, _ = self.state
             address = address_of(memoryview(self.memory)) - self.start
             at = (address, nbytes, self.longest, number, done, asked, agreed)
-            self.state = self.move(
+            self.state = steps.move_message(
                 self.sends, fd, fd, *templates, *at, address_of(memoryview(staged)), filled, False
             )
         return self.state
 
 
-@pytest.mark.parametrize("writer", MOVES)
-@pytest.mark.parametrize("reader", MOVES)
 @pytest.mark.parametrize("seed", range(3))
-def test_both_sides_agree_on_every_byte(writer: Move, reader: Move, seed: int) -> None:
+def test_both_sides_agree_on_every_byte(seed: int) -> None:
     plan = random.Random(seed)
     for _ in range(20):
         nbytes, longest = plan.randrange(1, 5000), plan.choice([7, 64, 1000, 9000])
@@ -402,17 +397,15 @@ def test_both_sides_agree_on_every_byte(writer: Move, reader: Move, seed: int) -
         with out, into:
             for each in (out, into):
                 each.setblocking(False)
-            sends = Mover(writer, True, out, data, longest, (9, 0, 0, False, 0, False))
-            takes = Mover(reader, False, into, place, longest, (0, 0, 0, False, 0, False))
+            sends = Mover(True, out, data, longest, (9, 0, 0, False, 0, False))
+            takes = Mover(False, into, place, longest, (0, 0, 0, False, 0, False))
             sent, got = together(sends.run, takes.run)
         assert sent == got == (9, whole_of(nbytes, longest), HEADER_BYTES, True, 0, False)
         assert place == data
 
 
-@pytest.mark.parametrize("writer", MOVES)
-@pytest.mark.parametrize("reader", MOVES)
 @pytest.mark.parametrize("nbytes", HUGE)
-def test_the_end_of_a_message_beyond_32_bits_arrives(writer: Move, reader: Move, nbytes: int) -> None:
+def test_the_end_of_a_message_beyond_32_bits_arrives(nbytes: int) -> None:
     """Only its last segments have memory; an earlier part would have moved before."""
     begin = (nbytes - 1) // SEGMENT_BYTES - 1
     moved, start = begin * (HEADER_BYTES + SEGMENT_BYTES), begin * SEGMENT_BYTES
@@ -423,8 +416,8 @@ def test_the_end_of_a_message_beyond_32_bits_arrives(writer: Move, reader: Move,
         for each in (out, into):
             each.setblocking(False)
         state = (9, moved, HEADER_BYTES, True, 0, False)
-        sends = Mover(writer, True, out, data, SEGMENT_BYTES, state, start)
-        takes = Mover(reader, False, into, place, SEGMENT_BYTES, state, start)
+        sends = Mover(True, out, data, SEGMENT_BYTES, state, start)
+        takes = Mover(False, into, place, SEGMENT_BYTES, state, start)
         sent, got = together(sends.run, takes.run)
     assert sent == got == (9, whole_of(nbytes), HEADER_BYTES, True, 0, False)
     assert place == data

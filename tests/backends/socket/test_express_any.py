@@ -50,15 +50,9 @@ class Taker:
 
 
 @pytest.fixture
-def sides(in_c: bool) -> Iterator[tuple[Side, Taker]]:
-    with two_sides(in_c=(in_c, in_c)) as (one, two):
-        ways = two.endpoint.ways
-        if in_c:
-            way = ways.express_any(Lot(ANY_SOURCE, 0, PRINT, NBYTES))
-        else:
-            take = ways.express_receive(Lot(two.peer, 0, PRINT, NBYTES)).take
-            way = ExpressAny(two.endpoint._fabric, two.endpoint._mailbox, 0, [(two.peer, take)], 100)
-        yield one, Taker(two, way)
+def sides() -> Iterator[tuple[Side, Taker]]:
+    with two_sides() as (one, two):
+        yield one, Taker(two, two.endpoint.ways.express_any(Lot(ANY_SOURCE, 0, PRINT, NBYTES)))
 
 
 def test_it_takes_what_is_here(sides: tuple[Side, Taker]) -> None:

@@ -35,15 +35,10 @@ LONG = 256 << 10
 
 @attrs.frozen
 class Receiver:
-    """A side that receives long messages.
-
-    Attributes:
-        in_c: Its short path is there; else all take the long one.
-    """
+    """A side that receives long messages."""
 
     side: Side
     way: ExpressTake
-    in_c: bool
 
     def wait(self, posted: Receiving, buffer: bytearray, timeout_s: float = 0.1) -> bool:
         return self.way.wait_posted(posted, address_of(memoryview(buffer)), deadline_in(timeout_s))
@@ -53,13 +48,9 @@ class Receiver:
 
 
 @pytest.fixture
-def sides(in_c: bool) -> Iterator[tuple[Side, Receiver]]:
+def sides() -> Iterator[tuple[Side, Receiver]]:
     with two_sides() as (one, two):
-        way = two.endpoint.ways.express_receive(Lot(0, 0, PRINT, LONG))
-        assert isinstance(way, ExpressTake)
-        if not in_c:
-            way._express = None
-        yield one, Receiver(two, way, in_c)
+        yield one, Receiver(two, two.endpoint.ways.express_take(Lot(0, 0, PRINT, LONG)))
 
 
 def send(side: Side, text: bytearray) -> Sending:
@@ -76,7 +67,7 @@ def test_a_message_that_was_offered_is_read_and_its_sender_told(sides: tuple[Sid
         posted = two.side.post(buffer)
         posted.add_done_callback(told.append)
         sending = send(one, pattern(LONG, salt))
-        assert two.wait(posted, buffer) == two.in_c
+        assert two.wait(posted, buffer)
         two.end(posted)
         assert buffer == pattern(LONG, salt)
         assert (posted.error, posted.source, posted.nbytes, posted.data) == (None, 0, LONG, None)
@@ -129,8 +120,8 @@ def test_who_has_something_to_read_does_not_wait_for_something_else(sides: tuple
             break
         poller.attend()
     assert poller.borrows, "the offer was taken in, and nothing was read"
-    not_in_c: Any = Refusing()
-    two.way._express = not_in_c
+    refusing: Any = Refusing()
+    two.way._express = refusing
     assert not two.wait(posted, buffer, timeout_s=5)
     two.end(posted)
     assert buffer == pattern(LONG, 1)
@@ -145,8 +136,8 @@ def test_what_another_receive_would_get_is_not_taken_for_this_one(
     buffers = bytearray(LONG), bytearray(LONG)
     first, second = two.side.post(buffers[0], peer=before), two.side.post(buffers[1])
     sent = [send(one, pattern(LONG, salt)) for salt in range(2)]
-    served = two.in_c and before != ANY_SOURCE
-    assert two.wait(second, buffers[1]) == served, "in C, after the other"
+    served = before != ANY_SOURCE
+    assert two.wait(second, buffers[1]) == served, "after the other"
     assert first.done == served
     assert buffers[1] == (pattern(LONG, 1) if served else bytes(LONG))
     for posted in (first, second):
@@ -224,7 +215,7 @@ def test_a_group_that_is_aborted_while_the_offer_comes_fails_the_receive(
     buffer = bytearray(LONG)
     posted, sending = two.side.post(buffer), send(one, pattern(LONG, 1))
     two.side.endpoint._mailbox.aborted = GroupAbortedError("a test")
-    assert two.wait(posted, buffer) == two.in_c
+    assert two.wait(posted, buffer)
     with pytest.raises(GroupAbortedError):
         two.end(posted)
     one.endpoint.cancel([sending])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from time import monotonic_ns
 
@@ -12,12 +12,11 @@ import pytest
 from support.boards import operation, words
 from support.time_limits import Late
 
-from dist2 import compiled
-from dist2.backends.socket.transport.boards.arrivals import AnyArrivals, Arrivals
 from dist2.backends.socket.transport.boards.control_words import ALL, CORE, RAN, RANG, RING, SLEEPING
 from dist2.backends.socket.transport.boards.pieces import PIECES
 from dist2.backends.socket.transport.boards.waiting import sleep_ms
 from dist2.backends.socket.transport.doorbell import Doorbell, PeerDoorbell
+from dist2.compiled import steps
 from dist2.operation.signature import Operation
 
 SLOW_WAKES = 3
@@ -25,15 +24,13 @@ LATE_NS = 400_000
 HOLD_NS = 20_000_000
 TRIES = 50  # this thread may be kept from the core at any time
 
-in_c = pytest.mark.skipif(compiled.steps is None, reason="dist2 was built without its parts in C")
-
 
 class Pair:
     """A member with slow yields only, and the page of another one that arrives on the test's command."""
 
-    def __init__(self, doorbell: Doorbell, make: Callable[[memoryview, Doorbell], AnyArrivals]) -> None:
+    def __init__(self, doorbell: Doorbell) -> None:
         self.own, self.peer = words(), words()
-        self.arrivals = make(self.own, doorbell)
+        self.arrivals = made(self.own, doorbell)
         self.arrivals.add(1, self.peer, PeerDoorbell(doorbell.locator))
         self._doorbell = doorbell
         self._call = operation(0)
@@ -81,10 +78,9 @@ class Pair:
         return seen.is_set()
 
 
-def made_in_c(own: memoryview, doorbell: Doorbell, slow_ns: int = 0) -> AnyArrivals:
-    rows = tuple((row.base, row.stride, row.count) for row in PIECES)
-    made: AnyArrivals = compiled.steps.Arrivals(0, own, doorbell, 1, 1 << 30, slow_ns, *rows)
-    return made
+def made(own: memoryview, doorbell: Doorbell, slow_ns: int = 0) -> steps.Arrivals:
+    tiny, longer = ((row.base, row.stride, row.count) for row in PIECES)
+    return steps.Arrivals(0, own, doorbell, 1, 1 << 30, slow_ns, tiny, longer)
 
 
 class Crowd:
@@ -99,7 +95,7 @@ class Crowd:
 
     def __init__(self, doorbell: Doorbell, turn_ns: int) -> None:
         self.own, self.others = words(), [words() for _ in range(self.COUNT)]
-        self.arrivals = made_in_c(self.own, doorbell, self.COUNT * turn_ns)
+        self.arrivals = made(self.own, doorbell, self.COUNT * turn_ns)
         for rank, each in enumerate(self.others, 1):
             self.arrivals.add(rank, each, PeerDoorbell(doorbell.locator))
         self.longest_ns = 0
@@ -139,22 +135,10 @@ def preemptions() -> int:
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
 
 
-def made_in_python(own: memoryview, _: Doorbell) -> AnyArrivals:
-    return Arrivals(0, own, 0, 0)
-
-
-@pytest.fixture(
-    params=[pytest.param(made_in_c, marks=in_c, id="C"), pytest.param(made_in_python, id="Python")]
-)
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    with closing(Doorbell()) as doorbell:
-        yield Pair(doorbell, request.param)
-
-
 @pytest.fixture
-def pair_in_c() -> Iterator[Pair]:
+def pair() -> Iterator[Pair]:
     with closing(Doorbell()) as doorbell:
-        yield Pair(doorbell, made_in_c)
+        yield Pair(doorbell)
 
 
 def test_one_slow_yield_alone_puts_nobody_to_sleep(pair: Pair) -> None:
@@ -170,19 +154,17 @@ def test_two_slow_yields_do(pair: Pair) -> None:
     assert pair.arrivals.sleepy > 0
 
 
-@in_c
-def test_who_wakes_quickly_goes_on_to_sleep(pair_in_c: Pair) -> None:
+def test_who_wakes_quickly_goes_on_to_sleep(pair: Pair) -> None:
     for _ in range(SLOW_WAKES + 1):
-        pair_in_c.sleep(0)
-    assert pair_in_c.arrivals.naps >= SLOW_WAKES + 1
-    assert pair_in_c.arrivals.sleepy > 0
+        pair.sleep(0)
+    assert pair.arrivals.naps >= SLOW_WAKES + 1
+    assert pair.arrivals.sleepy > 0
 
 
-@in_c
 def test_who_wakes_slowly_yields_for_a_while_however_slow_that_is() -> None:
     for _ in range(TRIES):
         with closing(Doorbell()) as doorbell:
-            pair = Pair(doorbell, made_in_c)
+            pair = Pair(doorbell)
             for _ in range(SLOW_WAKES):
                 began = monotonic_ns()
                 pair.sleep(LATE_NS)
@@ -196,7 +178,6 @@ def test_who_wakes_slowly_yields_for_a_while_however_slow_that_is() -> None:
     raise Late("who was to be woken was late, or to yield took longer than that while, each time")
 
 
-@in_c
 def test_many_short_turns_of_members_on_the_core_put_nobody_to_sleep() -> None:
     with closing(Doorbell()) as doorbell:
         for _ in range(TRIES):
@@ -209,7 +190,6 @@ def test_many_short_turns_of_members_on_the_core_put_nobody_to_sleep() -> None:
     raise Late("this thread was kept from its core each time")
 
 
-@in_c
 def test_a_time_of_which_no_member_tells_was_somebody_elses() -> None:
     with closing(Doorbell()) as doorbell:
         for _ in range(TRIES):  # slow yields have to be near each other in time

@@ -7,27 +7,21 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic_ns
-from typing import TYPE_CHECKING
 
 import pytest
 from support.endpoint_pairs import NBYTES, PRINT, Side, soon, text, two_sides
 
 from dist2.backends.socket.transport import shared_memory
-from dist2.backends.socket.transport.messages.express import Lot, compiled_express
+from dist2.backends.socket.transport.messages import express as express_module
+from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.raw import address_of
 from dist2.compiled import messages
-
-if TYPE_CHECKING:
-    from dist2.compiled._messages import Express
 
 ROUNDS = 120
 UNUSED = 8
 """Consecutive unused yields after which a waiter polls first."""
 
-pytestmark = [
-    pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory"),
-    pytest.mark.skipif(messages is None, reason="needs the parts in C"),
-]
+pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory")
 
 
 @contextmanager
@@ -41,13 +35,11 @@ def on_one_core() -> Iterator[None]:
         os.sched_setaffinity(0, allowed)
 
 
-def express_of(side: Side) -> Express:
-    express = side.endpoint.ways.compiled_express(Lot(side.peer, 0, PRINT, NBYTES))
-    assert express is not None, "it is there, and the message is short"
-    return express
+def express_of(side: Side) -> messages.Express:
+    return side.endpoint.ways.express(Lot(side.peer, 0, PRINT, NBYTES))
 
 
-def take_turns(side: Side, way: Express, begins: bool, got: list[bytes]) -> None:
+def take_turns(side: Side, way: messages.Express, begins: bool, got: list[bytes]) -> None:
     """Send a message and wait for the answer, or the other way round, until there was a parting."""
     buffer = bytearray(NBYTES)
     address, end = address_of(memoryview(buffer)), soon()
@@ -62,7 +54,7 @@ def take_turns(side: Side, way: Express, begins: bool, got: list[bytes]) -> None
 
 
 def test_who_shares_a_core_with_whom_it_waits_for_sleeps_for_a_moment() -> None:
-    with two_sides(in_c=(True, True)) as (one, two), on_one_core():
+    with two_sides() as (one, two), on_one_core():
         ways, got, answered = (express_of(one), express_of(two)), list[bytes](), list[bytes]()
         other = threading.Thread(target=take_turns, args=(two, ways[1], False, answered))
         other.start()
@@ -74,9 +66,9 @@ def test_who_shares_a_core_with_whom_it_waits_for_sleeps_for_a_moment() -> None:
 
 
 def test_who_finds_that_nobody_wants_its_core_looks_before_it_yields() -> None:
-    with two_sides(in_c=(True, True)) as (one, two):
+    with two_sides() as (one, two):
         lot, endpoint, end = Lot(two.peer, 0, PRINT, NBYTES), two.endpoint, soon()
-        way = compiled_express(endpoint._fabric, endpoint._mailbox, lot, spins=0, lone_spins=1000)
+        way = express_module.express_of(endpoint._fabric, endpoint._mailbox, lot, spins=0, lone_spins=1000)
         buffer = bytearray(NBYTES)
         address = address_of(memoryview(buffer))
         while way.unused_yields < UNUSED:
@@ -92,7 +84,7 @@ def test_who_finds_that_nobody_wants_its_core_looks_before_it_yields() -> None:
 
 
 def test_who_need_not_wait_does_not_sleep() -> None:
-    with two_sides(in_c=(True, True)) as (one, two):
+    with two_sides() as (one, two):
         way, buffer = express_of(two), bytearray(NBYTES)
         for number in range(ROUNDS):
             assert one.send(text(number))

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,26 +16,16 @@ from support.oracle import check_sum
 from support.ranks import Tenant, run_ranks
 from support.time_limits import in_time
 
-from dist2 import ProcessGroup, compiled
+from dist2 import ProcessGroup
 from dist2.backends.socket.passing import Passing
 from dist2.backends.socket.transport.messages import express_socket_long
 from dist2.backends.socket.transport.messages.express_socket import SocketReceive, SocketSend
 from dist2.backends.socket.transport.messages.express_socket_long import SocketTake
 from dist2.backends.socket.transport.messages.ways import ShortWays
+from dist2.compiled import steps
 
 NBYTES = 1 << 20
 TWO_BY_TWO = Tenant("2+2", "socket", layout=(0, 0, 1, 1))
-ReadWhole = Callable[[int, int, int, bool], int]
-
-
-@pytest.fixture(params=["Python", "C"])
-def read_whole(request: pytest.FixtureRequest) -> ReadWhole:
-    if request.param == "Python":
-        return express_socket_long.read_whole
-    if compiled.steps is None:
-        pytest.skip("not built")
-    found: ReadWhole = compiled.steps.read_whole
-    return found
 
 
 @pytest.fixture
@@ -54,46 +45,46 @@ Place = ctypes.Array[ctypes.c_char]
 Ends = tuple[socket.socket, socket.socket]
 
 
-def test_what_comes_in_pieces_is_read_whole(read_whole: ReadWhole, ends: Ends, place: Place) -> None:
+def test_what_comes_in_pieces_is_read_whole(ends: Ends, place: Place) -> None:
     sent = random.Random(7).randbytes(NBYTES)
     sender = threading.Thread(target=ends[1].sendall, args=(sent + b"next",))
     sender.start()
     came = 0
     while came < NBYTES:  # the sender may be held up for longer than one call waits
-        came += read_whole(ends[0].fileno(), ctypes.addressof(place) + came, NBYTES - came, False)
+        came += steps.read_whole(ends[0].fileno(), ctypes.addressof(place) + came, NBYTES - came, False)
     sender.join()
     assert place.raw == sent
     assert ends[0].recv(10) == b"next"
 
 
-def test_the_end_shows_behind_what_came(read_whole: ReadWhole, ends: Ends, place: Place) -> None:
+def test_the_end_shows_behind_what_came(ends: Ends, place: Place) -> None:
     ends[1].sendall(b"some")
     ends[1].close()
-    assert read_whole(ends[0].fileno(), ctypes.addressof(place), 10, False) == ~4
+    assert steps.read_whole(ends[0].fileno(), ctypes.addressof(place), 10, False) == ~4
     assert place.raw[:4] == b"some"
 
 
-def test_who_waits_in_vain_is_back_in_a_moment(read_whole: ReadWhole, ends: Ends, place: Place) -> None:
+def test_who_waits_in_vain_is_back_in_a_moment(ends: Ends, place: Place) -> None:
     start = time.monotonic()
-    assert read_whole(ends[0].fileno(), ctypes.addressof(place), 10, False) == 0
+    assert steps.read_whole(ends[0].fileno(), ctypes.addressof(place), 10, False) == 0
     took_s = time.monotonic() - start
     assert took_s > 0.0005
     in_time(took_s, 1.0)
 
 
-def test_room_to_write_ends_the_wait(read_whole: ReadWhole, ends: Ends, place: Place) -> None:
+def test_room_to_write_ends_the_wait(ends: Ends, place: Place) -> None:
     ends[1].sendall(b"some")
-    assert read_whole(ends[0].fileno(), ctypes.addressof(place), 10, True) == 4
+    assert steps.read_whole(ends[0].fileno(), ctypes.addressof(place), 10, True) == 4
 
 
-def test_no_bytes_are_read_at_once(read_whole: ReadWhole, ends: Ends, place: Place) -> None:
-    assert read_whole(ends[0].fileno(), ctypes.addressof(place), 0, False) == 0
+def test_no_bytes_are_read_at_once(ends: Ends, place: Place) -> None:
+    assert steps.read_whole(ends[0].fileno(), ctypes.addressof(place), 0, False) == 0
 
 
-def test_a_broken_socket_is_an_end(read_whole: ReadWhole, place: Place) -> None:
+def test_a_broken_socket_is_an_end(place: Place) -> None:
     with socket.socket() as closed:
         fd = closed.fileno()
-    assert read_whole(fd, ctypes.addressof(place), 10, False) == ~0
+    assert steps.read_whole(fd, ctypes.addressof(place), 10, False) == ~0
 
 
 @pytest.fixture
@@ -146,12 +137,11 @@ def test_either_way_may_be_refused_at_any_time(seed: int, monkeypatch: pytest.Mo
 def test_what_is_read_may_stop_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Headers and payloads may have come by half when the wait ends."""
     dice = random.Random(3)
-    read = express_socket_long.read_whole
 
     def a_part(fd: int, address: int, nbytes: int, writes: bool, /) -> int:
-        return read(fd, address, dice.randint(0, nbytes), writes)
+        return steps.read_whole(fd, address, dice.randint(0, nbytes), writes)
 
-    monkeypatch.setattr(express_socket_long, "_read_whole", a_part)
+    monkeypatch.setattr(express_socket_long, "steps", SimpleNamespace(read_whole=a_part))
     monkeypatch.setattr(express_socket_long, "_PATIENCE_NS", 0)
     run_ranks(4, _sums, TWO_BY_TWO)
 

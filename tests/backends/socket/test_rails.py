@@ -15,7 +15,7 @@ from support.oracle import check_sum
 from support.ranks import Tenant, run_ranks
 from support.time_limits import in_time
 
-from dist2 import GroupAbortedError, OperationTimeoutError, PeerLostError, ProcessGroup, compiled
+from dist2 import GroupAbortedError, OperationTimeoutError, PeerLostError, ProcessGroup
 from dist2.backends.socket.overlap import Message
 from dist2.backends.socket.passing import Passing
 from dist2.backends.socket.transport.messages import rails
@@ -23,9 +23,8 @@ from dist2.backends.socket.transport.messages.credit import REPORTED_BYTES
 from dist2.backends.socket.transport.messages.express_socket import SocketReceive
 from dist2.backends.socket.transport.messages.rails import Left, Rails
 from dist2.backends.socket.transport.messages.ways import ShortWays
+from dist2.compiled import steps
 from dist2.operation.kinds import MAX
-
-pytestmark = pytest.mark.skipif(compiled.steps is None, reason="not built")
 
 TWO_BY_TWO = Tenant("2+2", "socket", layout=(0, 0, 1, 1))
 UNEVEN = Tenant("2+1", "socket", layout=(0, 0, 1))
@@ -282,10 +281,9 @@ def test_a_call_that_fails_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_rail_refuses_what_it_cannot_be_made_of() -> None:
-    assert compiled.steps is not None
     with pytest.raises(ValueError, match="header"):
-        compiled.steps.Rail(b"short", 1, 1, 1)
-    rail = compiled.steps.Rail(bytes(56), 1, 1, 1)
+        steps.Rail(b"short", 1, 1, 1)
+    rail = steps.Rail(bytes(56), 1, 1, 1)
     with pytest.raises(OSError, match="descriptor"):
         rail.open(-1, -1, 1, 0, 0)
     first, second = socket.socketpair()

@@ -11,11 +11,12 @@ import pytest
 import torch
 from support.ranks import Tenant, run_ranks
 
-from dist2 import ProcessGroup, compiled
+from dist2 import ProcessGroup
 from dist2.backends.socket import recipes as module
 from dist2.backends.socket.bound_steps import Bound, Way, further, is_copy
 from dist2.backends.socket.recipes import Likeness, Recipes, recipes_of
 from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
+from dist2.compiled import steps
 from dist2.errors import InvalidUsageError
 from dist2.operation.kinds import SUM, OpKind, ReduceKind, Reduction
 from dist2.operation.signature import GroupInfo, Signature, TensorMeta
@@ -121,12 +122,10 @@ def test_a_group_of_the_same_members_goes_by_its_parents_recipes(layout: tuple[i
     run_ranks(3, body, Tenant("here", "socket", layout=layout))
 
 
-@pytest.mark.skipif(compiled.steps is None, reason="dist2 was built without its parts in C")
 @pytest.mark.parametrize("kind", [OpKind.ALL_TO_ALL_SINGLE, OpKind.ALL_GATHER_SINGLE])
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_blocks_in_a_row_leave_slots_while_the_next_go_into_others(world_size: int, kind: OpKind) -> None:
     """All steps of the blocks are there, on the same sides of fences as in single blocks."""
-    steps = compiled.steps
     assert steps is not None
     numel = world_size << 22
     call = signature("group", kind, numel, reduction=None)

@@ -17,7 +17,6 @@ from dist2.backends.socket.transport.messages.rails import Freight, Rails
 from dist2.backends.socket.transport.messages.transfer import Sending
 from dist2.backends.socket.transport.poller import Poller
 from dist2.backends.socket.transport.raw import address_of
-from dist2.compiled import messages, steps
 from dist2.runtime.deadline import deadline_in
 
 
@@ -122,9 +121,8 @@ def test_who_looks_for_a_message_leaves_the_role_to_others(share: bool, turn: Ca
         assert where > 5
 
 
-@pytest.mark.skipif(messages is None, reason="needs the parts in C")
 def test_in_c_who_is_interrupted_as_it_wakes_waiters_raises_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    with two_sides(in_c=(True, True)) as (one, two):
+    with two_sides() as (one, two):
         poller = two.endpoint._fabric.poller
         assert one.send(text(1))
         poller._waiters += 1
@@ -153,7 +151,6 @@ def _ride(rails: Rails, freight: Freight) -> None:
             rails.abandon()
 
 
-@pytest.mark.skipif(steps is None, reason="needs the parts in C")
 def test_who_has_rails_leaves_role_and_links_to_others() -> None:
     freight = Freight(Lot(1, 0, PRINT, 24), memoryview(bytearray(24)))
     for where in itertools.count():

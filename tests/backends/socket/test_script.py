@@ -17,7 +17,7 @@ import torch
 from support.boards import Members, operation
 
 import dist2
-from dist2 import OperationTimeoutError, compiled
+from dist2 import OperationTimeoutError
 from dist2.backends.socket.bound_steps import (
     FIXED,
     Bound,
@@ -40,9 +40,8 @@ from dist2.backends.socket.bound_steps import (
 from dist2.backends.socket.reaching import fold_bytes
 from dist2.backends.socket.script import script_of
 from dist2.backends.socket.transport.boards.control_words import ALL, NOBODY
+from dist2.compiled import steps
 from dist2.operation.kinds import AVG, MAX, SUM, premul_sum
-
-pytestmark = pytest.mark.skipif(compiled.steps is None, reason="dist2 was built without its parts in C")
 
 DTYPES = (
     torch.float32,
@@ -80,7 +79,6 @@ def members() -> Iterator[Members]:
 @pytest.fixture(params=["none", "sse2", "avx512"])
 def _swept(request: pytest.FixtureRequest) -> Iterator[None]:
     """Long copies by each of the ways that processors have, of which only the best would be used here."""
-    steps = compiled.steps
     assert steps is not None
     if request.param not in steps.SWEEPS:
         pytest.skip(f"this processor has no {request.param}")
@@ -482,7 +480,6 @@ def test_long_copies_may_overlap(members: Members, ahead: int) -> None:
 
 
 def test_sweeps_that_are_none_are_refused() -> None:
-    steps = compiled.steps
     assert steps is not None
     assert steps.SWEEPS[0] == "none"
     for wrong in ("mmx", "", "SSE2"):
@@ -493,7 +490,6 @@ def test_sweeps_that_are_none_are_refused() -> None:
 
 
 def test_steps_that_are_none_are_refused(members: Members) -> None:
-    steps = compiled.steps
     assert steps is not None
     arrivals, rail = members.boards[0].arrivals, steps.Rail(bytes(56), 1, 1, 1)
     for wrong in (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dist2.backends.socket.transport import spinning
-from dist2.backends.socket.transport.spinning import AWAKE_NS, SLOW_NS, Crowd, Spinning, Yielding
+from dist2.backends.socket.transport.spinning import AWAKE_NS, SLOW_NS, Crowd, Spinning
 
 FAST, SLOW = SLOW_NS // 100, 2 * SLOW_NS
 
@@ -81,23 +81,3 @@ def test_a_waiter_that_does_not_spin_or_is_in_a_crowd_sleeps_at_once(clock: Cloc
     crowd.give_way()
     crowd.give_way()
     assert not Spinning(1, crowd).at(clock.now)
-
-
-def test_who_waits_for_a_socket_yields_until_nothing_has_moved_for_long(clock: Clock) -> None:
-    yielding, begun = Yielding(), clock.now
-    while yielding.give_way():
-        assert clock.now <= begun + AWAKE_NS + FAST
-    assert clock.now > begun + AWAKE_NS
-    yielding.begin()
-    assert yielding.give_way()
-
-
-def test_who_waits_for_a_socket_sleeps_where_yields_are_slow(clock: Clock) -> None:
-    yielding = Yielding()
-    for takes in (SLOW, FAST, SLOW, SLOW):
-        clock.takes = takes
-        yielding.begin()
-        assert yielding.give_way()
-    assert not yielding.give_way(), "two in a row were slow"
-    yielding.begin()
-    assert not yielding.give_way(), "that something has moved does not make them faster"

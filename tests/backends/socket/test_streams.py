@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.boards import ARRIVALS, Members, operation, use_arrivals
+from support.boards import Members, operation
 from support.threads import ends_of
 
 from dist2 import MismatchError, OperationTimeoutError, PeerLostError
@@ -28,12 +28,6 @@ from dist2.backends.socket.transport.boards.pieces import (
 )
 from dist2.operation.kinds import MAX, OpKind
 from dist2.operation.signature import GroupInfo, Operation, Signature, TensorMeta
-
-
-@pytest.fixture(autouse=True, params=ARRIVALS)
-def arrivals(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run each test on members that come to fences in C, in Python, and in both."""
-    use_arrivals(request.param, monkeypatch)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from support.memory_endpoint import PostOffice
 from support.oracle import check_sum
 from support.ranks import Tenant, run_ranks
 
-from dist2 import ProcessGroup, compiled
+from dist2 import ProcessGroup
 from dist2.backends.socket.executor import Memory
 from dist2.backends.socket.overlap import Message, Messages, Place
 from dist2.backends.socket.passing import Passing, Ways
@@ -108,8 +108,6 @@ def without_scripts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     """Have Python send and receive: in stages, or step by step as where scripts have stopped."""
     if request.param == "one by one":
         monkeypatch.setattr(ShortWays, "rails", lambda self, fingerprint: None)
-    elif compiled.steps is None:
-        pytest.skip("not built")
     else:
         monkeypatch.setattr(Rails, "open", lambda self, seq, early: False)
 
@@ -144,7 +142,6 @@ def test_sums_end_where_all_messages_need_consent(monkeypatch: pytest.MonkeyPatc
     run_ranks(5, sums, UNEVEN)
 
 
-@pytest.mark.skipif(compiled.steps is None, reason="not built")
 @pytest.mark.parametrize("tenant", [UNEVEN, FOUR], ids=str)
 def test_scripts_send_to_several_hosts(tenant: Tenant, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[bool] = []

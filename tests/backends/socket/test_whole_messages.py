@@ -26,9 +26,7 @@ def send_whole(side: Side, text: bytearray) -> bool:
     """Send as `isend` does; whether it is in the ring."""
     lot = Lot(side.peer, 0, PRINT, len(text)).whole_lot
     assert lot is not None, "it is neither short nor too long"
-    way = side.endpoint.ways.compiled_express(lot) if side.in_c else side.endpoint.ways.express_send(lot)
-    assert way is not None
-    return way.send(address_of(memoryview(text)))
+    return side.endpoint.ways.express(lot).send(address_of(memoryview(text)))
 
 
 def test_which_messages_are_sent_whole() -> None:
@@ -51,11 +49,8 @@ def test_it_ends_the_receive_that_is_posted(sides: tuple[Side, Side], nbytes: in
         posted = two.post(buffer)
         owed = two.account.owed
         assert send_whole(one, pattern(nbytes, salt))
-        take = two.endpoint.ways.express_take(
-            Lot(0, 0, PRINT, nbytes),
-            two.endpoint.ways.compiled_express(Lot(0, 0, PRINT, nbytes)) if two.in_c else None,
-        )
-        assert take.wait_posted(posted, address_of(memoryview(buffer)), deadline_in(0.1)) == two.in_c
+        take = two.endpoint.ways.express_take(Lot(0, 0, PRINT, nbytes))
+        assert take.wait_posted(posted, address_of(memoryview(buffer)), deadline_in(0.1))
         two.endpoint.wait([posted], soon())
         assert buffer == pattern(nbytes, salt)
         assert two.account.owed in (owed + FRAME_COST + nbytes, 0)

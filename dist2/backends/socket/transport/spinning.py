@@ -1,7 +1,5 @@
 """`Spinning`: how long a waiter polls before it sleeps. `Crowd`: whether it should sleep at once.
 
-`Yielding`: the same for a thread that reads or writes a socket by itself.
-
 A message that is on its way comes within microseconds, and waking a sleeper takes longer. But where
 another process needs the core, looking keeps off the very process that is waited for; and a thread that
 yields to a process that computes comes back milliseconds later, when that one has used its turn, whereas a
@@ -81,28 +79,3 @@ class Spinning:
             self._until = now_ns + AWAKE_NS
         self._looks = now_ns <= self._until and not self._crowd.is_here(now_ns)
         return self._looks
-
-
-class Yielding:
-    """How a thread that waits for a socket yields. In C: see ``compiled/source/waiting.h``."""
-
-    def __init__(self) -> None:
-        self._since = 0
-        self._slow = 0
-
-    def begin(self) -> None:
-        """Note that something has moved."""
-        self._since = 0
-
-    def give_way(self) -> bool:
-        """Yield the core; False, with nothing done, if it is time to sleep.
-
-        That is, nothing has moved for `AWAKE_NS`, or another process uses the core.
-        """
-        before = monotonic_ns()
-        self._since = self._since or before
-        if before - self._since > AWAKE_NS or self._slow > 1:
-            return False
-        yield_core()
-        self._slow = self._slow + 1 if monotonic_ns() - before > SLOW_NS else 0
-        return True

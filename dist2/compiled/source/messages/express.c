@@ -1,4 +1,4 @@
-/* Express: the counterpart of `ExpressSend` and `ExpressReceive` in transport/messages/express.py. sending.c and
+/* `Express`: direct sends and receives: see transport/messages/express.py. sending.c and
    receiving.c implement the two directions. */
 
 #include "messages.h"
@@ -236,7 +236,7 @@ static PyMemberDef express_members[] = {
 
 PyTypeObject Express_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "dist2.compiled._messages.Express",
+    .tp_name = "dist2.compiled._native.messages.Express",
     .tp_doc = "The short way of the messages of a lot.",
     .tp_basicsize = sizeof(Express),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,

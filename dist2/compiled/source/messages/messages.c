@@ -2,6 +2,8 @@
 
 #include "messages.h"
 
+#include "parts.h"
+
 static PyObject *str_data_ptr, *str_free_slots;
 static Field field_last, field_is_async, field_deadline_ns, field_source, field_places, field_created_ns;
 
@@ -328,7 +330,7 @@ carrier_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 
 static PyTypeObject Carrier_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "dist2.compiled._messages.Carrier",
+    .tp_name = "dist2.compiled._native.messages.Carrier",
     .tp_doc = "Runs the sends or the receives of one signature.",
     .tp_basicsize = sizeof(Carrier),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
@@ -379,13 +381,13 @@ carrier_ready(PyObject *module)
 
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
-    .m_name = "dist2.compiled._messages",
+    .m_name = "dist2.compiled._native.messages",
     .m_doc = "Messages inside a host: rings and the short way through them.",
     .m_size = -1,
 };
 
-PyMODINIT_FUNC
-PyInit__messages(void)
+PyObject *
+messages_made(void)
 {
     static const Name names[] = {
         {&str_data_ptr, "data_ptr"},       {&field_last.name, "last"},     {&field_is_async.name, "is_async"},

@@ -1,4 +1,4 @@
-/* Declarations that the files of dist2.compiled._messages share. */
+/* Declarations that the files of dist2.compiled._native.messages share. */
 
 #ifndef DIST2_MESSAGES_H
 #define DIST2_MESSAGES_H

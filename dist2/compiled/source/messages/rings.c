@@ -207,7 +207,7 @@ static PyMemberDef end_members[] = {
 
 PyTypeObject End_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "dist2.compiled._messages.End",
+    .tp_name = "dist2.compiled._native.messages.End",
     .tp_doc = "One end of a ring.",
     .tp_basicsize = sizeof(End),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,

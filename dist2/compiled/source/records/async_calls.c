@@ -323,7 +323,7 @@ static PyMethodDef async_call_methods[] = {
 
 static PyTypeObject AsyncCall_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "dist2.compiled._records.AsyncCall",
+    .tp_name = "dist2.compiled._native.records.AsyncCall",
     .tp_doc = "An asynchronous collective whose turn is to come.",
     .tp_basicsize = sizeof(AsyncCall),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |

@@ -109,7 +109,7 @@ static PyMethodDef counters_methods[] = {
 
 PyTypeObject Counters_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "dist2.compiled._records.Counters",
+    .tp_name = "dist2.compiled._native.records.Counters",
     .tp_doc = "The numbers of one series: a list of integers of fixed length, all 0 at first.",
     .tp_basicsize = sizeof(Counters),
     .tp_flags = Py_TPFLAGS_DEFAULT,

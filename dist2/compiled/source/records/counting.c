@@ -118,7 +118,7 @@ counting_call(PyObject *object, PyObject *const *args, size_t count, PyObject *n
 
 static PyTypeObject Counting_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "dist2.compiled._records.Counting",
+    .tp_name = "dist2.compiled._native.records.Counting",
     .tp_doc = "Counts operations that ended.",
     .tp_basicsize = sizeof(Counting),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,

@@ -315,7 +315,7 @@ static PyGetSetDef fast_properties[] = {
 
 static PyTypeObject FastMethod_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "dist2.compiled._records.FastMethod",
+    .tp_name = "dist2.compiled._native.records.FastMethod",
     .tp_basicsize = sizeof(FastMethod),
     .tp_flags =
         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,

@@ -125,7 +125,7 @@ static PyGetSetDef overload_properties[] = {
 
 static PyTypeObject Overload_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "dist2.compiled._records.C10dOverload",
+    .tp_name = "dist2.compiled._native.records.C10dOverload",
     .tp_basicsize = sizeof(Overload),
     .tp_flags =
         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,

@@ -61,7 +61,7 @@ static PyMemberDef plan_members[] = {
 /* Without tp_clear: a plan is immutable, so a cycle always contains another object too; `Plans` breaks it. */
 PyTypeObject Plan_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "dist2.compiled._records.Plan",
+    .tp_name = "dist2.compiled._native.records.Plan",
     .tp_doc = "What is known about all calls of one signature.",
     .tp_basicsize = sizeof(Plan),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
@@ -412,7 +412,7 @@ static PyMethodDef plans_methods[] = {
 
 static PyTypeObject Plans_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "dist2.compiled._records.Plans",
+    .tp_name = "dist2.compiled._native.records.Plans",
     .tp_doc = "Plans of calls, and how they are found again.",
     .tp_basicsize = sizeof(Plans),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,

@@ -1,4 +1,4 @@
-/* `QueueState` and `GroupState`, the counterparts of `PythonQueueState` and `PythonGroupState` in dist2/operation. */
+/* `QueueState`: the turn and the numbers of a group's operations. `GroupState`: what its calls depend on. */
 
 #include "records.h"
 
@@ -323,7 +323,7 @@ static PyMethodDef queue_methods[] = {
 
 PyTypeObject QueueState_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "dist2.compiled._records.QueueState",
+    .tp_name = "dist2.compiled._native.records.QueueState",
     .tp_doc = "Who is inside, and the numbers of collectives.",
     .tp_basicsize = sizeof(QueueState),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
@@ -395,7 +395,7 @@ static PyMemberDef group_state_members[] = {
 
 PyTypeObject GroupState_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "dist2.compiled._records.GroupState",
+    .tp_name = "dist2.compiled._native.records.GroupState",
     .tp_doc = "What a group may do.",
     .tp_basicsize = sizeof(GroupState),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,

@@ -1,8 +1,9 @@
-/* Records of operations: made when they begin, passed to instruments. Everything in this extension has an equivalent
-   Python counterpart; those of this file are `PythonRecord` and `python_tell` in dist2/operation. All of it relies on the
+/* Records of operations: made when they begin, passed to instruments. All of this part of the extension relies on the
    interpreter lock: a function that calls no Python code is atomic for all threads. */
 
 #include "records.h"
+
+#include "parts.h"
 
 /* ---- Record: the record of one call ---- */
 
@@ -221,7 +222,7 @@ static PyMethodDef record_methods[] = {
 
 PyTypeObject Record_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "dist2.compiled._records.Record",
+    .tp_name = "dist2.compiled._native.records.Record",
     .tp_doc = "What is kept of one call.",
     .tp_basicsize = sizeof(Record),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
@@ -302,14 +303,14 @@ static PyMethodDef functions[] = {
 
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
-    .m_name = "dist2.compiled._records",
+    .m_name = "dist2.compiled._native.records",
     .m_doc = "Records of operations: made at their begin, told to instruments, counted.",
     .m_size = -1,
     .m_methods = functions,
 };
 
-PyMODINIT_FUNC
-PyInit__records(void)
+PyObject *
+records_made(void)
 {
     PyObject *made = PyModule_Create(&module);
     if (made == NULL || PyModule_AddType(made, &Record_Type) < 0 || counters_ready(made) < 0 ||

@@ -1,4 +1,4 @@
-/* Declarations that the files of dist2.compiled._records share. */
+/* Declarations that the files of dist2.compiled._native.records share. */
 
 #ifndef DIST2_RECORDS_H
 #define DIST2_RECORDS_H

@@ -1,4 +1,4 @@
-/* `Ring`: the operations begun last; the counterpart of observability/ring.py. Of a group that it watches it also
+/* `Ring`: the operations begun last. Of a group that it watches it also
    keeps the last ones that later operations of other groups have displaced. */
 
 #include "counting.h"
@@ -266,7 +266,7 @@ static PyGetSetDef ring_properties[] = {
 
 static PyTypeObject Ring_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "dist2.compiled._records.Ring",
+    .tp_name = "dist2.compiled._native.records.Ring",
     .tp_doc = "The operations begun last, and the last ones of each watched group.",
     .tp_basicsize = sizeof(Ring),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,

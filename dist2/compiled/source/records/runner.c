@@ -442,7 +442,7 @@ static PyMethodDef runner_methods[] = {
 
 static PyTypeObject Runner_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "dist2.compiled._records.OperationRunner",
+    .tp_name = "dist2.compiled._native.records.OperationRunner",
     .tp_doc = "The runner of a group's operations.",
     .tp_basicsize = sizeof(Runner),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,

@@ -18,7 +18,7 @@ static PyMemberDef tally_members[] = {
 
 static PyTypeObject Tally_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "dist2.compiled._records.Tally",
+    .tp_name = "dist2.compiled._native.records.Tally",
     .tp_doc = "A count, 0 at first.",
     .tp_basicsize = sizeof(Tally),
     .tp_flags = Py_TPFLAGS_DEFAULT,
@@ -140,7 +140,7 @@ tallying_call(PyObject *object, PyObject *const *args, size_t count, PyObject *n
 
 static PyTypeObject Tallying_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "dist2.compiled._records.Tallying",
+    .tp_name = "dist2.compiled._native.records.Tallying",
     .tp_doc = "Counts messages; passes on operations that failed, and messages that nobody has a tally for.",
     .tp_basicsize = sizeof(Tallying),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,

@@ -281,7 +281,7 @@ static PyGetSetDef arrivals_getset[] = {
 
 PyTypeObject ArrivalsType = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "dist2.compiled._steps.Arrivals",
+    .tp_name = "dist2.compiled._native.steps.Arrivals",
     .tp_doc = "Comes to fences of a board, and waits by looking, yielding and dozing.",
     .tp_basicsize = sizeof(Arrivals),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,

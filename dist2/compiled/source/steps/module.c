@@ -1,16 +1,17 @@
-/* The module dist2.compiled._steps: arrivals, folds, scripts and programs. */
+/* The part `steps` of the extension: arrivals, folds, scripts and programs. */
 
+#include "parts.h"
 #include "steps.h"
 
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
-    .m_name = "dist2.compiled._steps",
+    .m_name = "dist2.compiled._native.steps",
     .m_doc = "Steps of programs on shared memory: copies, folds and fences.",
     .m_size = -1,
 };
 
-PyMODINIT_FUNC
-PyInit__steps(void)
+PyObject *
+steps_made(void)
 {
     PyObject *self = PyModule_Create(&module);
     if (self == NULL) {

@@ -195,7 +195,7 @@ static PyGetSetDef program_getset[] = {
 
 static PyTypeObject ProgramType = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "dist2.compiled._steps.Program",
+    .tp_name = "dist2.compiled._native.steps.Program",
     .tp_doc = "A program that is run as one script or another.",
     .tp_basicsize = sizeof(Program),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,

@@ -163,7 +163,7 @@ static PyMemberDef members[] = {
 
 PyTypeObject RailType = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "dist2.compiled._steps.Rail",
+    .tp_name = "dist2.compiled._native.steps.Rail",
     .tp_doc = "The messages of scripts with one member on another host.",
     .tp_basicsize = sizeof(Rail),
     .tp_flags = Py_TPFLAGS_DEFAULT,

@@ -280,7 +280,7 @@ static PyMethodDef script_methods[] = {
 
 static PyTypeObject ScriptType = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "dist2.compiled._steps.Script",
+    .tp_name = "dist2.compiled._native.steps.Script",
     .tp_doc = "The steps of one program, with their addresses bound.",
     .tp_basicsize = sizeof(Script),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,

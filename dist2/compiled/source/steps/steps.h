@@ -1,4 +1,4 @@
-/* Declarations that the files of dist2.compiled._steps share. */
+/* Declarations that the files of dist2.compiled._native.steps share. */
 
 #ifndef DIST2_STEPS_H
 #define DIST2_STEPS_H

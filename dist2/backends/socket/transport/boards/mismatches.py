@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 
-from dist2.backends.socket.transport.boards.arrivals import AnyArrivals
 from dist2.backends.socket.transport.boards.call_log import CallLog, read_call_log, seq_in
 from dist2.backends.socket.transport.boards.control_words import (
     CALLED,
@@ -23,6 +22,7 @@ from dist2.backends.socket.transport.boards.regions import TEXT_AT, TEXT_BYTES, 
 from dist2.backends.socket.transport.boards.roster import Peers
 from dist2.backends.socket.transport.messages.explaining import HEAR_S, mismatch
 from dist2.backends.socket.transport.spinning import yield_core
+from dist2.compiled import steps
 from dist2.errors import MismatchError
 from dist2.operation.description import Call
 from dist2.operation.signature import Operation
@@ -49,7 +49,7 @@ class Mismatches:
         rank: int,
         own: memoryview,
         regions: Regions,
-        arrivals: AnyArrivals,
+        arrivals: steps.Arrivals,
         peers: Peers,
         names: RankNames,
     ) -> None:

@@ -1,14 +1,12 @@
-"""`Pieces`: parts of the slots that operations use in turn, so that not every operation needs a fence.
+"""Pieces: parts of the slots that operations use in turn, so that not every operation needs a fence.
 
 An operation in which some members do not wait for others claims a piece: the same place in the slots of all,
 as all members claim in the same order. The next operation has the next piece, so a member may be some
 operations ahead. Before it writes to a piece that was used before, it waits until all have come to a fence
-behind that use. Short operations have pieces of their own, small enough to stay in the cache.
+behind that use (``fences.c``). Short operations have pieces of their own, small enough to stay in the cache.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import attrs
 
@@ -63,40 +61,3 @@ def kind_for(nbytes: int) -> int:
     if nbytes > PIECE_BYTES:
         raise ValueError(f"a piece holds {PIECE_BYTES} bytes, not {nbytes}")
     return TINY if nbytes <= TINY_BYTES else LONGER
-
-
-class Pieces:
-    """The next piece, and the fence since which each is free. The counterpart of `fences.c`.
-
-    Args:
-        rows: Where the pieces of each kind lie.
-    """
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self._rows = rows
-        self._next = [0] * len(rows)
-        self._last = [[0] * row.count for row in rows]
-        self._claimed: tuple[int, int] | None = None
-
-    def count(self, kind: int) -> int:
-        """Return how many there are of a kind."""
-        return self._rows[kind].count
-
-    def last_use(self, kind: int, phase: int) -> int:
-        """Return the fence after which the next piece is free; 0 if it was never used.
-
-        Args:
-            kind: The kind of piece.
-            phase: The fence that this member came to last. The piece that it claimed before is used up to it.
-        """
-        if self._claimed is not None:
-            kind_before, at = self._claimed
-            self._last[kind_before][at] = phase
-        return self._last[kind][self._next[kind]]
-
-    def claim(self, kind: int) -> int:
-        """Take the next piece; return where it begins in a region."""
-        row, at = self._rows[kind], self._next[kind]
-        self._claimed = kind, at
-        self._next[kind] = (at + 1) % row.count
-        return row.base + at * row.stride

@@ -13,12 +13,12 @@ from contextlib import suppress
 
 import attrs
 
-from dist2.backends.socket.transport.boards.arrivals import AnyArrivals
 from dist2.backends.socket.transport.boards.control_words import SLEEPING, STATE
 from dist2.backends.socket.transport.boards.progress import Progress
 from dist2.backends.socket.transport.doorbell import Doorbell
 from dist2.backends.socket.transport.messages.explaining import left_words
 from dist2.backends.socket.transport.shared_memory import Neighbour
+from dist2.compiled import steps
 from dist2.errors import (
     Dist2Error,
     GroupAbortedError,
@@ -71,7 +71,7 @@ class Roster:
         self,
         members: Sequence[Member],
         own: memoryview,
-        arrivals: AnyArrivals,
+        arrivals: steps.Arrivals,
         doorbell: Doorbell,
         has_left: Callable[[Neighbour], bool],
         names: RankNames = RANKS,

@@ -10,7 +10,6 @@ import select
 from collections.abc import Callable
 from time import monotonic_ns
 
-from dist2.backends.socket.transport.boards.arrivals import AnyArrivals
 from dist2.backends.socket.transport.boards.control_words import SLEEPING, sleeping_word
 from dist2.backends.socket.transport.boards.mismatches import Mismatches
 from dist2.backends.socket.transport.boards.progress import Progress
@@ -18,6 +17,7 @@ from dist2.backends.socket.transport.boards.roster import Roster
 from dist2.backends.socket.transport.doorbell import Doorbell
 from dist2.backends.socket.transport.messages.explaining import absence
 from dist2.backends.socket.transport.spinning import yield_core
+from dist2.compiled import steps
 from dist2.errors import MismatchError
 from dist2.operation.signature import Operation
 from dist2.runtime.signals import ctrl_c
@@ -50,7 +50,7 @@ class Waiting:
     def __init__(
         self,
         own: memoryview,
-        arrivals: AnyArrivals,
+        arrivals: steps.Arrivals,
         doorbell: Doorbell,
         roster: Roster,
         mismatches: Mismatches,

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from dist2.backends.socket.transport.raw import address_of, move
 from dist2.compiled import messages
@@ -35,22 +34,7 @@ SLOTS = HEADER_BYTES // 8 - _SLOTS_AT
 Buffer = bytes | memoryview
 
 
-class PythonEnd:
-    """One end's own counter. In C it is there for the short path of messages, which keeps it as well."""
-
-    def __init__(self, memory: memoryview) -> None:
-        self._count = 0
-        self._base = 0
-        self._pidfd = -1
-
-
-if TYPE_CHECKING:
-    End = PythonEnd
-else:
-    End = PythonEnd if messages is None else messages.End
-
-
-class Ring(End):
+class Ring(messages.End):
     """The state common to both ends.
 
     Args:

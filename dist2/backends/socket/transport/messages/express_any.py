@@ -11,7 +11,7 @@ from dist2.backends.socket.transport.spinning import AWAKE_NS
 from dist2.runtime.signals import ctrl_c
 
 Take = Callable[[int], bool]
-"""`ExpressReceive.take` of the messages of one member, or its counterpart in C."""
+"""`Express.take` of the messages of one member."""
 
 _LOOKS = 20
 

@@ -8,27 +8,24 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from dist2.backends.socket.transport import cross_memory
-from dist2.backends.socket.transport.base import Transfer
+from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.ring import RingWriter
 from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES
 from dist2.backends.socket.transport.messages.delivery import await_announced
 from dist2.backends.socket.transport.messages.explaining import HEAR_S
-from dist2.backends.socket.transport.messages.express import ExpressReceive, Lot, Watch
+from dist2.backends.socket.transport.messages.express import Lot, Watch
 from dist2.backends.socket.transport.messages.loans import PIECE_BYTES, Lent
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.transfer import Receiving, Sending, next_number
 from dist2.backends.socket.transport.raw import address_of
 from dist2.backends.socket.wire import LOAN_BYTES, Header, Kind, Loan
+from dist2.compiled import messages
 from dist2.errors import GroupAbortedError, PeerLostError, WireError
 from dist2.runtime.deadline import deadline_in
-
-if TYPE_CHECKING:
-    from dist2.compiled._messages import Express
 
 
 class ExpressOffer:
@@ -161,7 +158,7 @@ class ExpressOffer:
         return link
 
 
-class ExpressTake(ExpressReceive):
+class ExpressTake:
     """Receives the messages of a lot out of the sender's memory.
 
     Args:
@@ -170,7 +167,7 @@ class ExpressTake(ExpressReceive):
         lot: The messages to receive.
         spins: How often to look before yielding the core.
         wait: Waits for a receive that takes the long path after all.
-        express: The short path in C, where that is there.
+        express: The short path in C, which reads the offers of posted receives.
     """
 
     def __init__(
@@ -180,9 +177,17 @@ class ExpressTake(ExpressReceive):
         lot: Lot,
         spins: int,
         wait: Callable[[Receiving, int], None],
-        express: Express | None,
+        express: messages.Express,
     ) -> None:
-        super().__init__(fabric, mailbox, lot, spins)
+        self._fabric = fabric
+        self._mailbox = mailbox
+        self._peer = lot.peer
+        self._fabric_id = mailbox.fabric_ids[lot.peer]
+        self._header = lot.header(mailbox.context)
+        self._nbytes = lot.nbytes
+        self._cost = lot.cost
+        self._keys = ((True, lot.peer, 0, lot.tag), (True, ANY_SOURCE, 0, lot.tag))
+        self._watch = Watch(fabric, mailbox, spins)
         self._express = express
         self._lot = lot
         self._wait = wait
@@ -199,20 +204,59 @@ class ExpressTake(ExpressReceive):
             OperationTimeoutError, PeerLostError, MismatchError, GroupAbortedError: As `Endpoint.wait`.
         """
         offered = bytearray(LOAN_BYTES)
-        link = self._pull(address_of(memoryview(offered)), LOAN_BYTES, deadline_ns)
+        link = self._pull(address_of(memoryview(offered)), deadline_ns)
         if link is None:
             return False
         loan = Loan.decode(offered)
         self._end(link, loan, address, self._read(link, loan, address), deadline_ns)
         return True
 
+    def _pull(self, address: int, deadline_ns: int) -> Link | None:
+        """Take the expected offer out of the ring, its loan to an address; return the link it came over.
+
+        It does so with the role of the poller: a thread that has it may be about to take in the frame.
+        """
+        link = self._fabric.poller.play(self._take_out, None, address, deadline_ns)
+        if link is not None and link.rx is not None and link.rx.writer_sleeps:
+            link.wake_peer()
+        return link
+
+    def _take_out(self, address: int, deadline_ns: int) -> Link | None:
+        """Do as `_pull`, with the role."""
+        fabric, link = self._fabric, self._link()
+        if link is None:
+            return None
+        rx = link.rx
+        assert rx is not None  # it is how the link was found
+        if not rx.has_bytes and not self._watch.sees(rx, deadline_ns):
+            return None
+        try:
+            with fabric.lock:
+                if self._mailbox.fault is not None or not self._mailbox.is_free(*self._keys):
+                    return None
+                if not rx.pull(self._header, address, LOAN_BYTES):
+                    return None
+                fabric.delivery.account_for(self._mailbox, self._peer, True, self._cost)
+        except WireError:
+            return None  # the queue finds it as well, and handles it
+        return link
+
+    def _link(self) -> Link | None:
+        """Return the link of the message, if it would go to a receive that is posted now."""
+        fabric, mailbox = self._fabric, self._mailbox
+        with fabric.lock:
+            link = fabric.ringed_from(self._fabric_id)
+            if link is None or mailbox.fault is not None or not link.reader.between_frames:
+                return None
+            return link if mailbox.is_free(*self._keys) else None
+
     def wait_posted(self, receiving: Transfer, address: int, deadline_ns: int) -> bool:
         """Wait for the message of a receive that is posted, and read it; False if that takes longer.
 
-        Receives of the lot that were posted before it are served as well. Without C all take the long path,
-        as do messages with offers that were read already: nothing more of those comes through the ring.
+        Receives of the lot that were posted before it are served as well. Messages with offers that were read
+        already take the long path: nothing more of those comes through the ring.
         """
-        if self._express is not None and not self._fabric.poller.borrows:
+        if not self._fabric.poller.borrows:
             self._express.fetch_posted(receiving, self._adopt, deadline_ns)
         return receiving.done
 

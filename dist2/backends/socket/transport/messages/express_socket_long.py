@@ -8,59 +8,18 @@ were full: otherwise two ranks that send to each other would wait for each other
 from __future__ import annotations
 
 import ctypes
-import os
-import select
 import socket
 from time import monotonic_ns
 
-from dist2 import compiled
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.messages.express_socket import Buffer, SocketReceive
 from dist2.backends.socket.transport.messages.transfer import Receiving
-from dist2.backends.socket.transport.spinning import Yielding
 from dist2.backends.socket.wire import HEADER_BYTES
+from dist2.compiled import steps
 from dist2.runtime.signals import ctrl_c
 
 _PATIENCE_NS = 5_000_000
 """Idle time after which the long path takes over."""
-_WAIT_MS = 1
-
-
-def read_whole(fd: int, address: int, nbytes: int, writes: bool, /) -> int:
-    """Read a known number of bytes from a socket, until about two milliseconds without data.
-
-    Args:
-        fd: A stream socket that does not block.
-        address: Where the bytes belong.
-        nbytes: How many.
-        writes: Return as soon as there is room to write.
-
-    Returns:
-        How many came; ``~count`` where the stream has ended or failed behind them.
-    """
-    place = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
-    poll = select.poll()
-    poll.register(fd, select.POLLIN | (select.POLLOUT if writes else 0))
-    came, yielding = 0, Yielding()
-    while came < nbytes:
-        try:
-            count = os.readv(fd, [place[came:]])
-        except BlockingIOError:
-            awake = yielding.give_way()
-            events = poll.poll(0 if awake else _WAIT_MS)
-            if not (awake or events) or any(event & select.POLLOUT for _, event in events):
-                break
-            continue
-        except OSError:
-            return ~came
-        if not count:
-            return ~came
-        came += count
-        yielding.begin()
-    return came
-
-
-_read_whole = read_whole if compiled.steps is None else compiled.steps.read_whole
 
 
 class SocketTake(SocketReceive):
@@ -102,7 +61,7 @@ class SocketTake(SocketReceive):
         assert isinstance(sock, socket.socket)  # `_link` saw to it
         fd, came, end = sock.fileno(), 0, 0
         while True:
-            count = _read_whole(fd, address + came, nbytes - came, fabric.is_full)
+            count = steps.read_whole(fd, address + came, nbytes - came, fabric.is_full)
             if count < 0:  # the queue finds the end as well, and handles it
                 return came + ~count
             came += count

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from time import monotonic_ns
-from typing import TYPE_CHECKING
 
 import attrs
 
-from dist2 import compiled
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.messages.credit import FRAME_COST, PROMPT_CREDIT_BYTES, REPORTED_BYTES
@@ -23,11 +21,9 @@ from dist2.backends.socket.transport.messages.express_socket import has_socket
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.transfer import Message, Receiving, Sending
 from dist2.backends.socket.wire import SEQ_AT, Header, Kind
+from dist2.compiled import steps
 from dist2.errors import PeerLostError
 from dist2.runtime.signals import ctrl_c
-
-if TYPE_CHECKING:
-    from dist2.compiled._steps import Rail
 
 PATIENCE_NS = 5_000_000
 """Idle time after which the long path takes over."""
@@ -78,7 +74,6 @@ class _Track:
     """
 
     def __init__(self, fabric: Fabric, mailbox: Mailbox, peer: int, fingerprint: int) -> None:
-        assert compiled.steps is not None  # scripts run only with it
         self._fabric = fabric
         self._mailbox = mailbox
         self._peer = peer
@@ -86,7 +81,7 @@ class _Track:
         self._fabric_id = mailbox.fabric_ids[peer]
         self._account = mailbox.accounts[False][peer]
         credit = Header(Kind.CREDIT, context=mailbox.context).encode()
-        self.rail: Rail = compiled.steps.Rail(credit, PROMPT_CREDIT_BYTES, REPORTED_BYTES, FRAME_COST)
+        self.rail = steps.Rail(credit, PROMPT_CREDIT_BYTES, REPORTED_BYTES, FRAME_COST)
         self._links: tuple[Link, Link] | None = None
         self._leased = False
         self._kept = 0
@@ -235,7 +230,7 @@ class Rails:
         self._moved = 0
         self._until_ns = 0
 
-    def rail(self, peer: int) -> Rail:
+    def rail(self, peer: int) -> steps.Rail:
         """Return the rail to a member, for the steps of a script."""
         track = self._tracks.get(peer)
         if track is None:

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import attrs
 
 from dist2.backends.socket.transport.fabric import Fabric
-from dist2.backends.socket.transport.messages.express import (
-    ExpressReceive,
-    ExpressSend,
-    Lot,
-    compiled_express,
-)
+from dist2.backends.socket.transport.messages.express import Lot, express_of
 from dist2.backends.socket.transport.messages.express_announced import AnnouncedSend, AnnouncedTake
 from dist2.backends.socket.transport.messages.express_any import ExpressAny
 from dist2.backends.socket.transport.messages.express_long import ExpressOffer, ExpressTake
@@ -25,9 +19,6 @@ from dist2.backends.socket.transport.messages.transfer import Receiving
 from dist2.backends.socket.wire import LEND_BYTES
 from dist2.compiled import messages
 
-if TYPE_CHECKING:
-    from dist2.compiled._messages import Express
-
 
 class ShortWays:
     """The direct sends of each member, by lot of messages.
@@ -36,7 +27,7 @@ class ShortWays:
         fabric: This process's fabric.
         mailbox: The group's mailbox.
         spins: How often to look for a message in shared memory before yielding the core.
-        lone_spins: The same in C if ``spins`` is 0 and no other process needs the core.
+        lone_spins: The same if ``spins`` is 0 and no other process needs the core.
         wait: Waits for a receive that takes the long path after all, until a deadline.
     """
 
@@ -94,34 +85,21 @@ class ShortWays:
         takes = []
         for peer in sorted(self._mailbox.beside - {self._mailbox.rank}):
             of_peer = attrs.evolve(lot, peer=peer)
-            way = self.compiled_express(of_peer) or self.express_receive(of_peer)
-            takes.append((peer, way.take))
+            takes.append((peer, self.express(of_peer).take))
         return ExpressAny(self._fabric, self._mailbox, lot.tag, takes, self._spins)
 
     def rails(self, fingerprint: int) -> Rails:
-        """Return the rails of one operation, for scripts in C."""
+        """Return the rails of one operation, for scripts."""
         return Rails(self._fabric, self._mailbox, fingerprint)
 
-    def express_send(self, lot: Lot) -> ExpressSend:
-        """Return the short path for short messages to a member that has one."""
-        return ExpressSend(self._fabric, self._mailbox, lot)
-
-    def compiled_express(self, lot: Lot) -> Express | None:
-        """Return the short path, out and in, for messages with a member that has one; None without C."""
-        if messages is None:
-            return None
-        return compiled_express(self._fabric, self._mailbox, lot, self._spins, self._lone_spins)
+    def express(self, lot: Lot) -> messages.Express:
+        """Return the short path, out and in, for messages with a member that has one."""
+        return express_of(self._fabric, self._mailbox, lot, self._spins, self._lone_spins)
 
     def express_offer(self, lot: Lot) -> ExpressOffer:
         """Return the short path for long messages to a member that has one."""
         return ExpressOffer(self._fabric, self._mailbox, lot, self._spins)
 
-    def express_take(self, lot: Lot, express: Express | None) -> ExpressTake:
-        """Return the short path for long messages from a member that has one, with that in C as a part."""
-        return ExpressTake(self._fabric, self._mailbox, lot, self._spins, self._wait, express)
-
-    def express_receive(self, lot: Lot) -> ExpressReceive:
-        """Return the short path for messages from a member that has one."""
-        if lot.is_long:
-            return self.express_take(lot, self.compiled_express(lot))
-        return ExpressReceive(self._fabric, self._mailbox, lot, self._spins)
+    def express_take(self, lot: Lot) -> ExpressTake:
+        """Return the short path for long messages from a member that has one."""
+        return ExpressTake(self._fabric, self._mailbox, lot, self._spins, self._wait, self.express(lot))
