@@ -220,8 +220,6 @@ class Arrivals:
         before: The operation before that.
         stopped: Whether waiting is over, even if members are absent; set from any thread.
         turn: Which half of the slots the next block uses: 0 or 1.
-        spreads: Whether this member migrates to another core if many wait on its own.
-        moves: How often it did.
         nap: The number of fences that it sleeps at once next time.
     """
 
@@ -239,8 +237,6 @@ class Arrivals:
     def before(self) -> Operation | None: ...
     @property
     def waited_ns(self) -> int: ...
-    @property
-    def moves(self) -> int: ...
 
     nap: int
     sleepy: int
@@ -249,7 +245,6 @@ class Arrivals:
     naps: int
     stopped: bool
     turn: int
-    spreads: bool
 
     def __init__(
         self,

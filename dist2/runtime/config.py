@@ -47,8 +47,6 @@ class Config:
         spin_us: ``DIST2_SPIN_US``: how long a waiter polls memory before it sleeps, in microseconds.
         cross_memory: ``DIST2_CROSS_MEMORY=0``: never have the kernel copy between the memories of processes.
         huge_pages: ``DIST2_HUGE_PAGES=0``: never have the kernel move long tensors to pages of 2 MiB.
-        spread_threads: ``DIST2_SPREAD_THREADS=1``: a thread that waits may move to a core where fewer
-            ranks wait, by its affinity.
         heartbeat_s: ``DIST2_HEARTBEAT``: silence after which the ranks of another host count as dead, in
             seconds; at least 2.
         congestion: ``DIST2_CONGESTION``: congestion control of connections to near hosts where the system's
@@ -80,7 +78,6 @@ class Config:
     spin_us: float | None = None
     cross_memory: bool = True
     huge_pages: bool = True
-    spread_threads: bool = False
     heartbeat_s: float = DEFAULT_HEARTBEAT_S
     congestion: str = "reno"
     instruments: bool = True
@@ -116,7 +113,6 @@ class Config:
             spin_us=_positive(environment, "DIST2_SPIN_US", None),
             cross_memory=_flag(environment, "DIST2_CROSS_MEMORY", True),
             huge_pages=_flag(environment, "DIST2_HUGE_PAGES", True),
-            spread_threads=_flag(environment, "DIST2_SPREAD_THREADS", False),
             heartbeat_s=max(2.0, _positive(environment, "DIST2_HEARTBEAT", DEFAULT_HEARTBEAT_S)),
             congestion=get("DIST2_CONGESTION", "reno"),
             instruments=_flag(environment, "DIST2_INSTRUMENTS", True),

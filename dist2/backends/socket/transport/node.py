@@ -157,7 +157,6 @@ class Node:
         self._boards: weakref.WeakSet[Board] = weakref.WeakSet()
         self._spin_us = config.spin_us
         self.cross_memory = config.cross_memory
-        self._spread_threads = config.spread_threads
         self.huge_pages = HugePages(config.huge_pages)
         self.card = NodeCard(
             self._fabric.card,
@@ -307,7 +306,6 @@ class Node:
         if company.lost:
             raise PeerLostError(f"{names(company.lost)} died before the group was made", ranks=company.lost)
         board = Board(shared, context, rank, company.members, company.spins, slot_size, names)
-        board.arrivals.spreads = self._spread_threads
         self._boards.add(board)
         return board
 

@@ -1,5 +1,4 @@
-/* Fences: publishing one, and waiting for the other members. The counterpart in Python is
-   `dist2.backends.socket.transport.boards.arrivals.Arrivals`, with the same behaviour. */
+/* Fences: publishing one, and waiting for the other members. */
 
 #include "steps.h"
 
@@ -197,7 +196,7 @@ yield_until(Arrivals *self, Awaited *awaited, const Waiter *waiter)
     int turns = self->crowded ? 1 : PATIENT;
     double more = (double)waiter->moved / SLOW_BYTES; /* at most twice: another user must be noticed */
     int64_t slow_ns = self->slow_ns + (int64_t)((double)self->slow_ns * (more < 1.0 ? more : 1.0));
-    spread(self, now);
+    tell_core(self);
     if (self->sleepy) {
         self->sleepy--;
         self->wanted_ns = now;
@@ -224,7 +223,6 @@ yield_until(Arrivals *self, Awaited *awaited, const Waiter *waiter)
         if (now - before > slow_ns && had_long_turn(self, before, now, slow_ns) && is_wanted(self, now)) {
             self->sleepy = self->nap; /* do not compete by polling */
             note_crowd(self, longer_nap(self));
-            stay(self, now);
             break;
         }
     }

@@ -81,17 +81,13 @@ typedef struct {
     long long slow_ns, looked_ns;
     long spins, yields, sleepy, nap;
     int turn; /* which half of the slots the next block uses */
-    int core;  /* the core of its last wait, */
-    int waits; /* and the number of waits since it last checked the others' cores: spreading.c */
+    int core;  /* the core of its last wait: turns.c */
     int far;   /* a score of the distance of the others' caches, */
     unsigned looks; /* and the number of measurements: distances.c */
-    char spreads; /* it may migrate to another core: spreading.c */
     char crowded; /* it has published that another process uses its core: fences.c */
-    unsigned long long moves; /* number of migrations to another core */
     int64_t wanted_ns; /* time of the last slow yield: fences.c */
     int slow_wakes;    /* in a row, */
     int64_t awake_ns, awake_until_ns; /* and for how long and until when slow yields cause no sleep */
-    int64_t spread_ns, moved_ns, stay_until_ns, stay_ns;
     Pieces pieces[PIECE_KINDS];
     uint64_t *claimed; /* `last` of the piece that was claimed last */
     int bell;
@@ -156,8 +152,8 @@ int wait_for(Arrivals *self, Py_ssize_t whom, uint64_t phase, const Waiter *wait
 /* Claim the next piece of one kind, once no member uses its contents; 0, or -1 with an exception. */
 int claim(Arrivals *self, int kind, const Waiter *waiter);
 
-/* At some of the waits: migrate to another core if clearly fewer members are there. */
-void spread(Arrivals *self, int64_t now);
+/* Publish the core on which this member waits. */
+void tell_core(Arrivals *self);
 
 /* At a fence of a call that moves so many bytes: write a probe word before the fence's word, and read another
    member's probe behind it, to measure the distance between the caches. */
@@ -173,9 +169,6 @@ void tell_running(Arrivals *self, int64_t now);
 /* Whether, between two times further apart than a yield should take, another process had this core for longer than a
    member would. A yield is also slow if many members each had a short turn, as members with cold caches do. */
 int had_long_turn(const Arrivals *self, int64_t since, int64_t until, int64_t slow_ns);
-
-/* Another process uses the core: stay on the core that the kernel has chosen. */
-void stay(Arrivals *self, int64_t now);
 
 /* Whether an object is a script: script.c. */
 int is_script(PyObject *object);
