@@ -62,7 +62,7 @@ def test_hubs_are_few_and_far_apart() -> None:
 def test_the_lowest_hub_that_answers_is_asked() -> None:
     watch, network = watch_of(64, 40, dead=range(32))
     watch._ask()
-    assert watch._ask() == ((), {3})
+    assert watch._ask() == ((), frozenset({3}))
     assert network.asked == [32, 32]
 
 

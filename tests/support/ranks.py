@@ -68,7 +68,7 @@ def plugin_tenants() -> Iterator[Tenant]:
 TENANTS: tuple[Tenant, ...] = (
     Tenant("inproc", "socket", {"transport": "inproc"}),
     Tenant("tcp", "socket", {"transport": "tcp"}),
-    Tenant("shm", "socket", {"transport": "shm"}, compares_exchanges=False),
+    Tenant("shm", "socket", {"transport": "shm"}),
     Tenant("gloo", "gloo", bitwise=False, complete=False),
     *nccl_tenants(),
 )

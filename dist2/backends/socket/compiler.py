@@ -37,6 +37,7 @@ from dist2.backends.socket.bound_steps import (
 from dist2.backends.socket.layout import Layout
 from dist2.backends.socket.memory import copy_bytes, view_at
 from dist2.backends.socket.reduction import Fold as FoldFunction
+from dist2.backends.socket.sizes import compare_sizes
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.control_words import ALL, NOBODY
 from dist2.backends.socket.transport.boards.pieces import kind_for
@@ -169,7 +170,7 @@ class Compiler:
             noting(partial(_note, noted), noted),
             *own,
             fencing(on, whom=whom),
-            having_noted(lambda board: _nothing, noted),
+            having_noted(partial(_compare, noted), noted),
         ]
 
     def _copies(self, step: Copy, last: BindCopy = copying) -> list[Bound]:
@@ -355,8 +356,9 @@ def _note(number: int, board: Board) -> Action:
     return lambda frame: board.note(frame.operation, number)
 
 
-def _nothing(frame: Frame) -> None:
-    pass
+def _compare(number: int, board: Board) -> Action:
+    """Return a callable that compares the sizes of the ranks, which have published different numbers."""
+    return lambda frame: compare_sizes(board, frame.operation, number)
 
 
 def whom_of(fence: Fence) -> int:

@@ -16,6 +16,7 @@ from dist2.backends.socket.compiler import Action, Frame
 from dist2.backends.socket.flat_recipe import BoundSteps, Counts, FlatRecipe
 from dist2.backends.socket.layout import Layout, Parts
 from dist2.backends.socket.script import NativeProgram, Script, native_program, script_of_native
+from dist2.backends.socket.sizes import BESIDE_NOTE
 from dist2.backends.socket.staging import Program
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.operation.signature import Operation
@@ -218,7 +219,7 @@ class FlatProgram:
 
     def _after_first(self) -> tuple[int, int]:
         """Return the block after the first one, and the number of blocks, from the others' numbers."""
-        noted, blocks = self._board.noted(), self._recipe.blocks
+        blocks, noted = self._recipe.blocks, [each & BESIDE_NOTE for each in self._board.noted()]
         return (0, blocks) if max(noted) >= LENDING else (1, max(blocks, *noted))
 
     def _turn(self, count: int = 1) -> int:

@@ -67,7 +67,8 @@ class FlatRecipe:
         block: Elements of a part that go through the slots at a time.
         shape: Shape of the tensors, where every part is a whole tensor of one shape.
         fold: For reductions.
-        uneven: Whether other ranks may have more blocks than this one, which is then found out.
+        sizes: Note of the sizes of an exchange (see `sizes`): other ranks may have others, and more blocks
+            than this one, which is found out then. None for other operations.
         in_place: The inputs are the outputs.
         streams: Blocks go through pieces of slots, and not through the halves.
         away: Data longer than the caches goes past them into slots, as many read it.
@@ -83,7 +84,7 @@ class FlatRecipe:
         block: int,
         shape: tuple[int, ...] | None = None,
         fold: Folding | None = None,
-        uneven: bool = False,
+        sizes: int | None = None,
         in_place: bool = False,
         streams: bool = False,
         away: bool = False,
@@ -91,7 +92,8 @@ class FlatRecipe:
         self.layout = layout
         self.block = block
         self.folds = fold is not None
-        self.uneven = uneven
+        self.uneven = sizes is not None
+        self._sizes = sizes
         self.streams = streams
         numels = (*layout.inputs.numels, *layout.outputs.numels)
         self.blocks = max(1, -(-max(numels, default=0) // block))
@@ -148,7 +150,7 @@ class FlatRecipe:
 
     def _compile(self, schedule: Schedule, counts: Counts, flat: bool, turn: int | None) -> tuple[Bound, ...]:
         shape = None if flat else self._shape
-        noted = self.blocks if self.uneven else None
+        noted = None if self._sizes is None else self.blocks | self._sizes
         compiler = Compiler(turn, self.layout, *counts, shape, self._fold, self._in_place, noted, self._into)
         return compiler.compile(schedule)
 

@@ -21,6 +21,7 @@ from dist2.backends.socket.flat_recipe import Counts, FlatRecipe
 from dist2.backends.socket.layout import Layout, Parts
 from dist2.backends.socket.reduction import check_supported, is_exact
 from dist2.backends.socket.selection import Algorithm, select
+from dist2.backends.socket.sizes import note_of
 from dist2.backends.socket.transport.boards.pieces import PIECE_BYTES
 from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds
@@ -181,7 +182,9 @@ class Recipes:
             block,
             shape=next(iter(shapes)) if len(shapes) == 1 else None,
             fold=fold_of(signature, layout, self._likeness.world_size),
-            uneven=exchanges,
+            sizes=note_of(self._likeness.rank, layout.inputs.numels, layout.outputs.numels)
+            if exchanges
+            else None,
             in_place=kind in _IN_PLACE and not multiplies(signature),
             streams=algorithm.streams,
             away=self._likeness.world_size - 1 > _FEW_READERS.get(request.family, self._likeness.world_size),

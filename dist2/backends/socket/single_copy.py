@@ -25,6 +25,7 @@ from dist2.backends.socket.flat import LENDING, LENDING_MAPPED
 from dist2.backends.socket.layout import Layout
 from dist2.backends.socket.reaching import Reach, Scratch
 from dist2.backends.socket.script import NativeProgram, native_program, run_bound
+from dist2.backends.socket.sizes import BESIDE_NOTE, compare_sizes, note_of
 from dist2.backends.socket.staging import Program
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.lending import Lending
@@ -68,6 +69,7 @@ class SingleCopyProgram:
         self._board = board
         self._arrivals = board.arrivals
         self._lending = lending
+        self._layout = layout
         self._recall = Recall(board)
         self._by_kernel = by_kernel
         self._mapped = mapped
@@ -152,7 +154,7 @@ class SingleCopyProgram:
 
     def _go_on(self, caller: Caller, operation: Operation, tensors: Call, variant: int) -> bool:
         """Do the steps after the first fence."""
-        by_kernel = self._agreed()
+        by_kernel = self._agreed(operation)
         if by_kernel is None:
             return False
         binding = self._bindings.binding(caller, variant, by_kernel)
@@ -183,10 +185,13 @@ class SingleCopyProgram:
         if self._native is not None and (native := self._native()) is not None:
             native.scripts = tuple([None if each is None else each.script for each in self._likely])
 
-    def _agreed(self) -> bool | None:
+    def _agreed(self, operation: Operation) -> bool | None:
         """Return whether the kernel may move memory that is not mapped, which all must see alike.
 
         They have come to the first fence. None: others run something else.
+
+        Raises:
+            MismatchError: The sizes of an exchange differ.
         """
         return self._by_kernel
 
@@ -200,11 +205,13 @@ class ExchangeProgram(SingleCopyProgram):
 
     @property
     def _noted(self) -> int:
-        return LENDING if self._by_kernel else LENDING_MAPPED
+        inputs, outputs = self._layout.inputs.numels, self._layout.outputs.numels
+        return (LENDING if self._by_kernel else LENDING_MAPPED) | note_of(self._board.rank, inputs, outputs)
 
-    def _agreed(self) -> bool | None:
+    def _agreed(self, operation: Operation) -> bool | None:
         board = self._board
-        noted = board.noted()
+        noted = [each & BESIDE_NOTE for each in board.noted()]
+        compare_sizes(board, operation, self._noted)
         if min(noted) >= LENDING:
             return self._by_kernel and LENDING_MAPPED not in noted
         board.turn = 1 - board.turn  # the others have used a half of their slots

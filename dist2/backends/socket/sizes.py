@@ -1,16 +1,81 @@
-"""The sizes of exchanges, whose ranks may send different numbers of elements: compared before they move."""
+"""The sizes of exchanges, whose ranks may send different numbers of elements: compared before they move.
+
+Theory of operation. Each rank knows only its own sizes, so they are not in the fingerprint of a call. Where
+ranks meet at a fence, each publishes a *note*. If a rank sends and receives the same number of elements
+everywhere, the note is that number, so the notes of usual calls are equal. Otherwise it is a sum over the
+other ranks: of coefficient times elements sent, less coefficient times elements received. Each pair of
+sender and receiver has its own coefficient. The sums of all ranks add up to zero if each rank receives what
+another sends to it; otherwise only by chance, once in 2^28. If they do not, the ranks exchange all sizes
+and raise an error with those that differ.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from dist2.errors import MismatchError
 from dist2.operation.kinds import OpKind
 from dist2.operation.signature import Operation, Signature, TensorMeta
 
+if TYPE_CHECKING:
+    from dist2.backends.socket.transport.boards.board import Board
+
 _MOST = 4
 """Differences that an error lists."""
+_NOTE_AT = 34
+"""Position of a note in the number that a rank publishes; below are `LENDING` and numbers of blocks."""
+BESIDE_NOTE = (1 << _NOTE_AT) - 1
+"""Mask of that number's other bits."""
+_BITS = 28
+_MASK = (1 << _BITS) - 1
+_EVEN = 1 << _BITS
+"""Flag of a note that is a number of elements."""
+
+
+def note_of(rank: int, sent: Sequence[int], received: Sequence[int]) -> int:
+    """Return the note of a rank, in its place in a published number.
+
+    Args:
+        rank: The rank.
+        sent: Elements that it sends to each rank.
+        received: Elements that it receives from each rank.
+    """
+    if len({*sent, *received}) == 1 and sent[0] <= _MASK:
+        return (_EVEN | sent[0]) << _NOTE_AT
+    size = len(sent)
+    out = sum(_coefficient(rank, peer) * sent[peer] for peer in range(size))
+    into = sum(_coefficient(peer, rank) * received[peer] for peer in range(size))
+    return (out - into & _MASK) << _NOTE_AT
+
+
+def notes_agree(published: Sequence[int]) -> bool:
+    """Whether each rank receives what another sends to it, by the numbers that the ranks published."""
+    notes = [number >> _NOTE_AT for number in published]
+    if len(set(notes)) == 1 and notes[0] & _EVEN:
+        return True
+    size = len(notes)
+    sums = [
+        (note & _MASK) * _balance(rank, size) if note & _EVEN else note for rank, note in enumerate(notes)
+    ]
+    return not sum(sums) & _MASK
+
+
+@lru_cache(maxsize=4096)
+def _balance(rank: int, world_size: int) -> int:
+    """Return the sum of a note for one element everywhere."""
+    peers = range(world_size)
+    return sum(_coefficient(rank, peer) - _coefficient(peer, rank) for peer in peers)
+
+
+def _coefficient(source: int, target: int) -> int:
+    """Return the coefficient of a pair: pseudo-random, equal on all ranks."""
+    mixed = (source << 20 | target) + 1
+    for factor in (0x2C1B3C6D, 0x297A2D39):
+        mixed = (mixed ^ mixed >> 15) * factor & 0xFFFFFFFF
+    return (mixed ^ mixed >> 15) & _MASK
 
 
 def sizes_of(signature: Signature) -> list[int] | None:
@@ -33,6 +98,25 @@ def _parts(meta: TensorMeta, splits: Sequence[int] | None, world_size: int) -> l
         return [meta.numel // world_size] * world_size
     row = math.prod(meta.shape[1:])
     return [rows * row for rows in splits]
+
+
+def compare_sizes(board: Board, operation: Operation, published: int) -> None:
+    """Compare the notes that the ranks of a board published with its last fence; they all do.
+
+    Args:
+        board: The board.
+        operation: The caller's operation.
+        published: The number that the caller published.
+
+    Raises:
+        MismatchError: Sizes differ; on all ranks.
+    """
+    if notes_agree(board.published(published)):
+        return
+    own = sizes_of(operation.signature)
+    assert own is not None  # only exchanges have notes
+    by_size = [board.share(operation, size) for size in own]
+    check_sizes(operation, list(zip(*by_size, strict=True)))
 
 
 def check_sizes(operation: Operation, everyone: Sequence[Sequence[int]]) -> None:

@@ -165,6 +165,18 @@ class Board:
         """Return the numbers of the other members at the last fence; read before the next one."""
         return [words[NOTES + (self.arrivals.phase & 1)] for words, _ in self._peers]
 
+    def published(self, own: int) -> list[int]:
+        """Return the numbers of all members at the last fence, by rank; the caller's is given."""
+        ranks = [member.rank for _, member in self._peers]
+        by_rank = {**dict(zip(ranks, self.noted(), strict=True)), self.rank: own}
+        return [by_rank[rank] for rank in sorted(by_rank)]
+
+    def share(self, operation: Operation, number: int) -> list[int]:
+        """Return a number of each member, by rank, which they publish with a fence; raises as `fence`."""
+        self.note(operation, number)
+        self.fence(operation)
+        return self.published(number)
+
     # Waiting
 
     def wait(self, operation: Operation) -> None:
