@@ -265,7 +265,10 @@ def exported(commit: str) -> Path:
         archived = subprocess.check_output([*git, "archive", name])
         with tarfile.open(fileobj=io.BytesIO(archived)) as archive:
             archive.extractall(tree, filter="data")
-        setup = [sys.executable, "-W", "ignore", "-c", "import setuptools; setuptools.setup()", "--quiet"]
+        ours = (
+            ["setup.py"] if (tree / "setup.py").exists() else ["-c", "import setuptools; setuptools.setup()"]
+        )
+        setup = [sys.executable, "-W", "ignore", *ours, "--quiet"]
         subprocess.run([*setup, "egg_info", "build_ext", "--inplace"], cwd=tree, check=True)
         (tree / "built").touch()
     return tree
