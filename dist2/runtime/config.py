@@ -46,7 +46,6 @@ class Config:
         job_id: ``DIST2_JOB_ID`` or torchrun's run id: connections of other jobs are refused.
         spin_us: ``DIST2_SPIN_US``: how long a waiter polls memory before it sleeps, in microseconds.
         cross_memory: ``DIST2_CROSS_MEMORY=0``: never have the kernel copy between the memories of processes.
-        huge_pages: ``DIST2_HUGE_PAGES=0``: never have the kernel move long tensors to pages of 2 MiB.
         heartbeat_s: ``DIST2_HEARTBEAT``: silence after which the ranks of another host count as dead, in
             seconds; at least 2.
         congestion: ``DIST2_CONGESTION``: congestion control of connections to near hosts where the system's
@@ -77,7 +76,6 @@ class Config:
     job_id: str = ""
     spin_us: float | None = None
     cross_memory: bool = True
-    huge_pages: bool = True
     heartbeat_s: float = DEFAULT_HEARTBEAT_S
     congestion: str = "reno"
     instruments: bool = True
@@ -112,7 +110,6 @@ class Config:
             job_id=get("DIST2_JOB_ID") or get("TORCHELASTIC_RUN_ID", ""),
             spin_us=_positive(environment, "DIST2_SPIN_US", None),
             cross_memory=_flag(environment, "DIST2_CROSS_MEMORY", True),
-            huge_pages=_flag(environment, "DIST2_HUGE_PAGES", True),
             heartbeat_s=max(2.0, _positive(environment, "DIST2_HEARTBEAT", DEFAULT_HEARTBEAT_S)),
             congestion=get("DIST2_CONGESTION", "reno"),
             instruments=_flag(environment, "DIST2_INSTRUMENTS", True),

@@ -18,7 +18,7 @@ from dist2.cli.doctor import HEALTHY, PROBLEMS, examine, machine, main, network,
 from dist2.cli.doctor.finding import Finding, Level
 
 CHECKED = {
-    "cores", "shared memory", "/dev/shm", "huge pages", "open files", "locked memory", "pidfd", "clock",
+    "cores", "shared memory", "/dev/shm", "open files", "locked memory", "pidfd", "clock",
     "time of day", "loopback", "host name", "MASTER_ADDR", "Python", "torch", "dist2",
     "extra control-plane", "extra bench", "variables", "launcher", "GPUs",
 }  # fmt: skip
@@ -67,8 +67,6 @@ def test_what_the_kernel_refuses_has_a_consequence(monkeypatch: pytest.MonkeyPat
     assert levels(machine.shared_memory()) == {"shared memory": Level.PROBLEM, "ptrace": Level.WARNING}
     monkeypatch.setattr(machine, "_probed", lambda: ("mapped", "Operation not permitted"))
     assert levels(machine.shared_memory()) == {"shared memory": Level.OK, "ptrace": Level.WARNING}
-    monkeypatch.setattr(machine, "_read", lambda path: "always madvise [never]")
-    assert levels(machine.huge_pages()) == {"huge pages": Level.WARNING}
     monkeypatch.setattr(machine, "_read", lambda path: "50000 100000")
     assert levels(machine.cores()) == {"cores": Level.WARNING}
     monkeypatch.setattr(resource, "getrlimit", lambda _: (512, 4096))

@@ -15,7 +15,6 @@ from dist2.runtime.config import VARIABLES, Config
 
 FLAGS = (
     "DIST2_CROSS_MEMORY",
-    "DIST2_HUGE_PAGES",
     "DIST2_INSTRUMENTS",
     "DIST2_ALLOW_PICKLE",
 )

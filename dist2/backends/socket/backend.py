@@ -23,7 +23,6 @@ from dist2.backends.socket.outside import Outside
 from dist2.backends.socket.programs import HOST_SLOT_BYTES, Programs
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.lending import Lending
-from dist2.backends.socket.transport.huge_pages import LEAST_BYTES
 from dist2.backends.socket.transport.links.card import Card
 from dist2.backends.socket.transport.messages.calls import REMEMBERED, Called
 from dist2.backends.socket.transport.messages.explaining import left_words
@@ -238,12 +237,12 @@ class SocketBackend(Backend):
 
     def plan(self, signature: Signature) -> Execute:
         if signature.kind.is_p2p:
-            return self._on_huge_pages(signature, self._messenger.plan(signature))
+            return self._messenger.plan(signature)
         return self._planned(signature, self._programs.make(signature))
 
     def plan_plain(self, signature: Signature) -> Execute:
         if signature.kind.is_p2p:
-            return self._on_huge_pages(signature, self._messenger.plan_plain(signature))
+            return self._messenger.plan_plain(signature)
         return self._planned(signature, self._programs.make_plain(signature))
 
     def meeting(self, signature: Signature, other: Signature) -> Execute:
@@ -257,7 +256,7 @@ class SocketBackend(Backend):
     def _planned(self, signature: Signature, program: Execute) -> Execute:
         """Return a callable that runs a program, and logs the call where other members may ask for it."""
         meets = signature.kind in _MEETING and bool(signature.nbytes or signature.kind is OpKind.BARRIER)
-        return self._logged(signature, self._on_huge_pages(signature, program), meets)
+        return self._logged(signature, program, meets)
 
     def _logged(self, signature: Signature, program: Execute, meets: bool) -> Execute:
         if self.board is not None and not self.layout:  # the board compares calls itself
@@ -271,20 +270,6 @@ class SocketBackend(Backend):
             endpoint.ended(operation.seq, meets)
 
         return execute
-
-    def _on_huge_pages(self, signature: Signature, execute: Execute) -> Execute:
-        """Return a callable that gives long tensors huge pages first, if the kernel may copy them."""
-        if signature.nbytes < LEAST_BYTES or not self._company.ranks:
-            return execute
-        see_to = self._node.huge_pages.see_to
-
-        def run(operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | Helped | None:
-            see_to(inputs)
-            if outputs is not inputs:
-                see_to(outputs)
-            return execute(operation, inputs, outputs)
-
-        return run
 
     def _describe(self, seq: int | None, number: int) -> Called:
         operation = self._messenger.find(number) if seq is None else self._begun(seq)

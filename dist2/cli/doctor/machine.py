@@ -129,20 +129,6 @@ def _small_shm(found: str) -> Finding:
     )
 
 
-def huge_pages() -> Iterator[Finding]:
-    """Whether the kernel gives pages of 2 MiB."""
-    policy = _read("/sys/kernel/mm/transparent_hugepage/enabled")
-    if not policy or "[never]" in policy:
-        yield Finding.warning(
-            "huge pages",
-            f"transparent huge pages: {policy or 'absent'}",
-            "collectives of long tensors take longer, since tensors stay in pages of 4 KiB",
-            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
-        )
-    else:
-        yield Finding.ok("huge pages", f"transparent huge pages: {policy}")
-
-
 def limits() -> Iterator[Finding]:
     """Open files and locked memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -208,7 +194,6 @@ CHECKS: tuple[Callable[[], Iterable[Finding]], ...] = (
     cores,
     shared_memory,
     dev_shm,
-    huge_pages,
     limits,
     deaths,
     clocks,

@@ -23,7 +23,6 @@ from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
 from dist2.backends.socket.transport.boards.roster import Member
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.host import host_id
-from dist2.backends.socket.transport.huge_pages import HugePages
 from dist2.backends.socket.transport.links.card import Card
 from dist2.backends.socket.transport.links.reception import Reception
 from dist2.backends.socket.transport.links.ring import HEADER_BYTES, RING_BYTES, RingReader, RingWriter
@@ -136,7 +135,6 @@ class Node:
         card: For the other members of a group.
         credentials: The proof that it sends and requires.
         cross_memory: Whether the kernel may be asked to move memory between processes.
-        huge_pages: Sees to the tensors that operations use.
     """
 
     def __init__(
@@ -157,7 +155,6 @@ class Node:
         self._boards: weakref.WeakSet[Board] = weakref.WeakSet()
         self._spin_us = config.spin_us
         self.cross_memory = config.cross_memory
-        self.huge_pages = HugePages(config.huge_pages)
         self.card = NodeCard(
             self._fabric.card,
             os.getpid(),
