@@ -48,7 +48,6 @@ LIMIT = 1.15
 ROUND_S = 0.01
 MAX_CALLS = 1000
 AGAIN = 3  # times as many rounds for a case that seems slower
-
 Call = Callable[[], object]
 
 
