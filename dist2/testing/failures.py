@@ -25,7 +25,7 @@ __all__ = [
     "test_a_missing_rank_is_named",
     "test_a_missing_sender_is_named",
     "test_mismatched_calls_raise_on_all_ranks_and_the_survivors_go_on",
-    "test_ranks_that_wait_for_one_that_aborts_are_freed",
+    "test_ranks_that_wait_for_one_that_is_gone_are_freed",
     "test_revoked_groups_shrink",
     "test_right_calls_of_other_shapes_pass",
 ]
@@ -241,14 +241,15 @@ def test_a_missing_sender_is_named(tenant: BackendCase) -> None:
     tenant.run(3, body)
 
 
-def test_ranks_that_wait_for_one_that_aborts_are_freed(tenant: BackendCase) -> None:
+@pytest.mark.parametrize("how", ["abort", "shutdown"])
+def test_ranks_that_wait_for_one_that_is_gone_are_freed(tenant: BackendCase, how: str) -> None:
     begun = threading.Barrier(3, timeout=20)
 
     def body(pg: ProcessGroup) -> tuple[int, ...]:
         pg.barrier()
         begun.wait()
         if pg.rank() == 1:
-            pg.abort()
+            getattr(pg, how)()
             with pytest.raises(GroupAbortedError):
                 pg.barrier()
             return (1,)

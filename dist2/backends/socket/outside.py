@@ -171,7 +171,9 @@ class Outside:
             if now >= deadline_ns:
                 raise self._endpoint.overdue(peers)
             if now >= probe_ns:
-                self._endpoint.probe()
+                lost = self._endpoint.probe()
+                if lost is not None and peers is None:  # no message is pending that could fail
+                    raise lost
                 pause_ns = min(2 * pause_ns, _PROBES_NS)
                 probe_ns = now + pause_ns
             next_ns = min(2 * next_ns, look_ns)

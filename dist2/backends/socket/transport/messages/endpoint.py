@@ -11,12 +11,13 @@ from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links.card import Card
 from dist2.backends.socket.transport.messages.ballot import Ballot
 from dist2.backends.socket.transport.messages.calls import Describe
+from dist2.backends.socket.transport.messages.departures import left_error
 from dist2.backends.socket.transport.messages.explaining import last_seen, left_words, overdue
 from dist2.backends.socket.transport.messages.inquiry import Inquiry
 from dist2.backends.socket.transport.messages.mailbox import Mailbox, OnRevoked
 from dist2.backends.socket.transport.messages.transfer import Message, Receiving, Sending
 from dist2.backends.socket.transport.messages.ways import ShortWays
-from dist2.errors import Dist2Error, GroupAbortedError, OperationTimeoutError
+from dist2.errors import Dist2Error, GroupAbortedError, OperationTimeoutError, PeerLostError
 from dist2.runtime.rank_names import RANKS, RankNames
 
 _PROBE_NS = 50_000_000
@@ -246,10 +247,15 @@ class FabricEndpoint(Endpoint):
             self._give_up([])
         return False
 
-    def probe(self) -> None:
-        """Send this rank's call to the other members after it has been blocked for a while."""
+    def probe(self) -> PeerLostError | None:
+        """Send this rank's call to the other members after it has been blocked for a while.
+
+        Returns:
+            The error of a collective that some members cannot call any more, as they have left.
+        """
         with self._fabric.lock:
-            self._fabric.probes.probe(self._mailbox)
+            behind = self._fabric.probes.probe(self._mailbox)
+            return left_error(self._mailbox, behind) if behind else None
 
     def overdue(self, peers: Collection[int] | None = None) -> OperationTimeoutError:
         """Return the error of a wait whose time is up.

@@ -54,19 +54,23 @@ class Probes:
         self._comparison = comparison
         self._departures = departures
 
-    def probe(self, mailbox: Mailbox) -> None:
+    def probe(self, mailbox: Mailbox) -> list[int]:
         """Send this rank's call to the other members after it has been blocked for a while.
 
         It also makes links to them: the end of a link reports a death.
+
+        Returns:
+            The members that have left without having made this rank's latest call of a collective.
         """
         if mailbox.fault is not None:
-            return
+            return []
         frame = self._probe_frame(mailbox, 0)
         for link in self.reach(mailbox):
             self._linkage.send(link, frame)
         behind = [rank for rank in sorted(mailbox.left) if self._did_not_call(mailbox, rank)]
         if behind:
             self._departures.fall_behind(mailbox, behind)
+        return behind
 
     def reach(self, mailbox: Mailbox) -> list[Link]:
         """Return links to the members to probe; those that cannot be reached are gone, after a while."""
