@@ -323,14 +323,14 @@ class RendezvousSession:
             self._in_time_for = generation
         if leader is not None:
             if self._endpoint.ends_with_rank_0:
-                part.note_server(f"rank 0 ({leader.process})")
+                part.note_server(f"rank 0 ({leader.process.place})")
             if leader.asked != self._request.asked:
                 # Rank 0 may not read the request of a rank as high as this one.
                 decide(part, _sizes(leader, self._request, self._rank))
         if not arrive(part, [GO], deadline.soon(_LOOK_AGAIN_S)):
             # A leader never seen alive may be of an earlier run, and this run's rank 0 may still arrive.
             if leader is not None and leader == self._leader and leader.process.has_ended:
-                decide(part, Verdict(Outcome.LOST, f"rank 0 ({leader.process}) died", (0,)))
+                decide(part, Verdict(Outcome.LOST, f"rank 0 ({leader.process.place}) died", (0,)))
             return _obstacle("rank 0 waits for other ranks, or is gone")
         verdict = Verdict.read(part.fetch([GO])[0])
         if verdict.outcome is Outcome.PROCEED:
