@@ -90,6 +90,7 @@ class Poller:
         self._mailboxes = mailboxes
         self._changed = threading.Condition(lock)
         self._waiters = 0
+        self._told = 0  # how often waiters were told that something has changed
         self._background = Background(lock, self._is_watched, self._make_progress)
         self._background_polls = False
         self._looks = 0
@@ -138,7 +139,11 @@ class Poller:
         """Wake the threads that wait for the role, after its release."""
         if self._waiters:
             with self._lock:
-                self._changed.notify_all()
+                self._tell()
+
+    def _tell(self) -> None:
+        self._told += 1
+        self._changed.notify_all()
 
     def is_wanted(self, awaited: RingReader | None) -> bool:
         """Whether the thread that polls one ring or socket delays another waiter, or data of other links."""
@@ -177,7 +182,7 @@ class Poller:
         with self._lock:
             finished = self._outcomes.collect()
             if self._waiters:
-                self._changed.notify_all()
+                self._tell()
         for message in finished:
             message.tell()
 
@@ -224,16 +229,25 @@ class Poller:
         return True
 
     def _wait_for_role(self, done: Callable[[], bool], left_s: float) -> None:
-        """Sleep until a message was completed or the role is free."""
+        """Sleep until a message was completed or the role is free.
+
+        ``done`` may take locks under which other threads take the lock of this object: it is called without
+        that, and a change meanwhile is seen by the count.
+        """
         with self._lock:
             self._waiters += 1
-            try:
-                if self._background_polls:
-                    self.wake()  # it polls for messages without a waiter
+            told = self._told
+        try:
+            if self._background_polls:
+                self.wake()  # it polls for messages without a waiter
+            if done():
+                return
+            with self._lock:
                 # The releasing thread reads `_waiters` after the release; this thread in the opposite order.
-                if not done() and self.role.locked():
+                if told == self._told and self.role.locked():
                     self._changed.wait(min(left_s, _POLL_S))
-            finally:
+        finally:
+            with self._lock:
                 self._waiters -= 1
 
     # Without waiting threads
