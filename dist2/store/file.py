@@ -244,10 +244,11 @@ class SharedLog:
 
     def _catch_up(self, kind: int, turn: int) -> None:
         position = self._position
+        known = self._size  # read first: a signal handler may append meanwhile
         size = os.fstat(self._descriptor).st_size
-        if size < self._size:
+        if size < known:
             raise StoreError(
-                f"FileStore {self.path!r} was truncated while in use, from {self._size} to {size} bytes: "
+                f"FileStore {self.path!r} was truncated while in use, from {known} to {size} bytes: "
                 "its keys are lost; all ranks need a new file"
             )
         data = os.pread(self._descriptor, size - position, position)
