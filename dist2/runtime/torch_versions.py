@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping
 from functools import partial
+from importlib import import_module
 from types import CodeType, SimpleNamespace
 from typing import Any
 
 import attrs
 import torch
 import torch.distributed
-from torch.distributed import distributed_c10d, rendezvous
+from torch.distributed import distributed_c10d
 
 BINDING: Any = getattr(torch._C, "_distributed_c10d", None) or distributed_c10d
 """torch's binding of c10d, with types that `torch.distributed` does not have."""
@@ -149,9 +150,9 @@ def backend_options() -> Any:
 
 
 RENDEZVOUS_HANDLERS: MutableMapping[str, Callable[..., Iterator[Any]]] = getattr(
-    rendezvous, "_rendezvous_handlers", {}
+    import_module("torch.distributed.rendezvous"), "_rendezvous_handlers", {}
 )
-"""torch's handlers of schemes of URLs."""
+"""torch's handlers of schemes of URLs. The package has a function of the module's name, which hides it."""
 
 
 def negated_view(tensor: torch.Tensor) -> torch.Tensor:
