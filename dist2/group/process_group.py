@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import attrs
 from torch.distributed import ProcessGroup as TorchProcessGroup
@@ -47,21 +47,6 @@ from dist2.store import PrefixStore
 
 if TYPE_CHECKING:
     from dist2.operation.work import Work
-
-
-_INSTEAD = {
-    "world_size": "size()",
-    "get_world_size": "size()",
-    "get_rank": "rank()",
-    "all_gather_into_tensor": "all_gather_single(output, input)",
-    "reduce_scatter_tensor": "reduce_scatter_single(output, input)",
-    "broadcast_object_list": "broadcast_object(obj, root=0)",
-    "new_group": "split(ranks)",
-    "close": "shutdown()",
-    "destroy": "shutdown()",
-    "destroy_process_group": "shutdown()",
-}
-"""Methods for names that other libraries have."""
 
 
 @with_c10d_calls
@@ -113,11 +98,6 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
         gather_single: Callable[..., Work]
         gather_into_tensor: Callable[..., Work]
         recv_anysource: Callable[..., Work]
-
-    def __getattr__(self, name: str) -> NoReturn:
-        instead = _INSTEAD.get(name, "")
-        hint = instead and f": call pg.{instead}"
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def __init__(self, spec: GroupSpec, backend: Backend, open_group: Opener | None = None) -> None:
         """Args:

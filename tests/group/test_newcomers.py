@@ -53,18 +53,6 @@ def test_a_backend_that_cannot_run_is_told_before_a_launcher_is_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("name", "call"),
-    [("world_size", r"pg.size\(\)"), ("all_gather_into_tensor", r"pg.all_gather_single\(output, input\)")],
-)
-def test_methods_of_a_group_are_located(name: str, call: str) -> None:
-    with dist2.new_group("socket", store=dist2.HashStore(), rank=0, world_size=1) as pg:
-        with pytest.raises(AttributeError, match=rf"no attribute '{name}': call {call}$"):
-            getattr(pg, name)
-        with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
-            pg.nothing  # noqa: B018
-
-
-@pytest.mark.parametrize(
     ("given", "words"),
     [
         (np.ones(2), r"ndarray: .*; use torch.from_numpy\(array\)$"),
