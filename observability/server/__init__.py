@@ -124,9 +124,9 @@ class Server:
         if self._unix_socket is not None:
             self._unix_socket.unlink(missing_ok=True)
             self._unix_socket = None
-        self.remove_token_file()
+        self._remove_token_file()
 
-    def remove_token_file(self) -> None:
+    def _remove_token_file(self) -> None:
         """Remove the file in which commands find the token. Idempotent."""
         if self._token_file is not None:
             token_files.remove(self._token_file)
@@ -390,7 +390,7 @@ def _listen_unix(path: Path) -> socket.socket:
 @at_exit(AtExit.CONTROL_PLANE)
 def _exiting() -> None:
     for server in list(_running):
-        server.remove_token_file()
+        server._remove_token_file()
 
 
 @in_child(InChild.CONTROL_PLANE)
