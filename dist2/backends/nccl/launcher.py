@@ -30,13 +30,7 @@ from dist2.backends.nccl.options import NcclOptions
 from dist2.backends.nccl.ticket import Health, Ticket
 from dist2.backends.nccl.watchdog import LOOK_NS, Watchdog
 from dist2.backends.socket.outside import Outside, peers_of
-from dist2.errors import (
-    BackendError,
-    Dist2Error,
-    GroupAbortedError,
-    InvalidUsageError,
-    OperationTimeoutError,
-)
+from dist2.errors import BackendError, Dist2Error, GroupAbortedError, InvalidUsageError
 from dist2.operation.kinds import OpKind
 from dist2.operation.signature import GroupInfo, Operation, Signature
 from dist2.runtime.deadline import PAST_NS, deadline_in
@@ -162,7 +156,8 @@ class Launcher:
     def break_off(self, error: BaseException) -> BaseException:
         """Abort the communicators, so that the device is free again; return the first error."""
         if self._health.error is None and isinstance(error, BackendError):
-            error = self._cause_of(error)
+            # A death cuts NCCL's connections together with the links; NCCL reports it without a rank.
+            error = self._outside.cause_of(error, deadline_in(_CAUSE_S))
         if self._health.error is None:
             self._watchdog.sweep()
             self._health.error = self._health.error or error
@@ -171,21 +166,6 @@ class Launcher:
             for each in made.all:
                 each.abort()
         return self._health.error
-
-    def _cause_of(self, error: BackendError) -> BaseException:
-        """Return the failure of a member that explains an error of NCCL, if the links report one soon.
-
-        When a process dies, NCCL loses its connections at the same time as the control links do, and reports
-        that without a rank.
-        """
-        try:
-            self._outside.wait(lambda: self._health.error is not None, deadline_in(_CAUSE_S), (), _BLOCK_NS)
-        except OperationTimeoutError:
-            return error
-        except Dist2Error as cause:
-            cause.__cause__ = error
-            return cause
-        return error
 
     # Launching
 

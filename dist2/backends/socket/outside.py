@@ -16,7 +16,7 @@ from time import monotonic_ns
 from dist2.backends.socket.messenger import Messenger
 from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
-from dist2.errors import Dist2Error, OperationTimeoutError, PeerLostError
+from dist2.errors import Dist2Error, OperationTimeoutError
 from dist2.operation.kinds import OpKind
 from dist2.operation.signature import Operation
 
@@ -125,18 +125,19 @@ class Outside:
         """Give up an empty message."""
         self._endpoint.cancel([notice])
 
-    def cause_of(self, error: PeerLostError, deadline_ns: int) -> Dist2Error:
+    def cause_of(self, error: Dist2Error, deadline_ns: int) -> Dist2Error:
         """Return the loss as the links report it within a second, which names the ranks; else the error.
 
         Args:
-            error: The loss as another library reported it.
-            deadline_ns: The operation's.
+            error: The failure as another library reported it; the cause of the returned one.
+            deadline_ns: When to give up, if that is sooner.
         """
         try:
             self.wait(lambda: False, min(deadline_ns, monotonic_ns() + _HEAR_NS))
         except OperationTimeoutError:
             return error
         except Dist2Error as told:
+            told.__cause__ = error
             return told
         return error
 
