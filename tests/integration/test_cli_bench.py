@@ -91,7 +91,7 @@ def test_a_run_ends_when_its_time_is_up(tmp_path: Path) -> None:
         "--budget",
         "1",
         "--rounds",
-        "1000",
+        "200",
         "--peers",
         "none",
         "--transport",
