@@ -15,9 +15,12 @@ TORCH  ?= torch==2.13.0
 GPU    := $(wildcard /dev/nvidia0 /dev/kfd)
 TORCH_CPU := $(if $(GPU)$(findstring +,$(TORCH)),,$(TORCH)+cpu)
 
+# What the extensions are built from: setup.py.
+COMPILED := $(shell find dist2 -name '*.[ch]' -o -name '*.pyx' -o -name '*.pxd')
+
 .PHONY: demo test test-all lint format docs fuzz clean wheel gpu-test gpu-bench
 
-$(VENV)/.installed: pyproject.toml setup.py $(wildcard dist2/compiled/source/*.[ch] dist2/compiled/source/*/*.[ch])
+$(VENV)/.installed: pyproject.toml setup.py $(COMPILED)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("dist2 needs Python 3.11 or newer; $(PYTHON) is Python %d.%d. Name another one: make $(or $(MAKECMDGOALS),demo) PYTHON=python3.12" % sys.version_info[:2])'
 	@echo "Installing into $(VENV) (once; about 1.5 GB there with torch's build for CPUs): $(TORCH), then dist2 with its"
 	@echo "extra \"dev\" (listed in pyproject.toml), from the package index that pip is configured for."
@@ -43,12 +46,12 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses 
 test: $(VENV)/.installed
 	$(PYTEST)
 
-# On a machine with a GPU, with the torch, cupy and setuptools that PYTHON has: nothing is downloaded or installed. The
-# extension in C is built in place, and the names of the backends are written below build/. Without a GPU the tests over
+# On a machine with a GPU, with the torch, cupy, setuptools and cython that PYTHON has: nothing is downloaded or
+# installed. The extensions are built in place, and the names of the backends are written below build/. Without a GPU the tests over
 # the stub of NCCL run, and those of the GPU are skipped with the reason.
 IN_PLACE := env PYTHONPATH="$(CURDIR):$(CURDIR)/build:$$PYTHONPATH" $(PYTHON)
 
-build/dist2.egg-info: pyproject.toml setup.py $(wildcard dist2/compiled/source/*.[ch] dist2/compiled/source/*/*.[ch])
+build/dist2.egg-info: pyproject.toml setup.py $(COMPILED)
 	@mkdir -p build
 	@PYTHONWARNINGS=ignore $(PYTHON) setup.py --quiet egg_info --egg-base build build_ext --inplace
 	@touch $@

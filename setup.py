@@ -1,17 +1,30 @@
-"""Builds the extension of dist2, which is required: the hot path is in C. pyproject.toml has the rest."""
+"""Builds the extensions of dist2, which are required: the hot path is in C and Cython.
+
+Three kinds of sources are compiled: the C of `dist2/compiled/source` into `dist2.compiled._native`, each
+`.pyx`, and each `.py` with a `.pxd` beside it (Cython's pure Python mode: the `.pxd` has the C types).
+Generated C stays below `build/`.
+"""
 
 from pathlib import Path
 
+from Cython.Build import cythonize
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError
 
 SOURCE = Path("dist2/compiled/source")
 
+FLAGS = [
+    "-std=gnu11",
+    "-O3",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",  # the same sums on every processor
+]
+
 WAYS_OUT = """
-dist2 was not installed: its extension in C could not be compiled. There are three ways out:
+dist2 was not installed: its extensions could not be compiled. There are three ways out:
 * install a C compiler and the headers of Python (Debian: apt install gcc python3-dev), then dist2 again;
-* use the compiler on the package index: pip install ziglang setuptools, then
+* use the compiler on the package index: pip install ziglang setuptools cython, then
   CC="python -m ziglang cc" pip install --no-build-isolation dist2 (or the folder of its sources);
 * install a wheel built on another machine with a compiler: pip wheel --no-deps dist2.
 """
@@ -27,6 +40,22 @@ class BuildExtension(build_ext):
             raise SystemExit(f"error: {error}\n{WAYS_OUT}") from error
 
 
+def in_cython():
+    """Return an extension for each module in Cython."""
+    pure = [each for each in Path("dist2").rglob("*.py") if each.with_suffix(".pxd").exists()]
+    modules = [*Path("dist2").rglob("*.pyx"), *pure]
+    return [
+        Extension(
+            ".".join(each.with_suffix("").parts),
+            sources=[str(each)],
+            depends=sorted(map(str, SOURCE.rglob("*.h"))),
+            include_dirs=[str(SOURCE)],
+            extra_compile_args=FLAGS,
+        )
+        for each in sorted(modules)
+    ]
+
+
 setup(
     cmdclass={"build_ext": BuildExtension},
     ext_modules=[
@@ -35,14 +64,8 @@ setup(
             sources=sorted(map(str, SOURCE.rglob("*.c"))),
             depends=sorted(map(str, SOURCE.rglob("*.h"))),
             include_dirs=[str(SOURCE)],
-            extra_compile_args=[
-                "-std=gnu11",
-                "-O3",
-                "-fvisibility=hidden",
-                "-ffp-contract=off",  # the same sums on every processor
-                "-Wall",
-                "-Wextra",
-            ],
-        )
+            extra_compile_args=[*FLAGS, "-Wall", "-Wextra"],
+        ),
+        *cythonize(in_cython(), build_dir="build/cython", language_level=3, quiet=True),
     ],
 )
