@@ -8,8 +8,9 @@ between.
 If a rank fails, the others get ``SIGTERM``, and ``SIGKILL`` after a grace period. The rank that ends first is
 often not the cause: ranks report their errors at exit, and the launcher follows the ranks that these blame.
 The exit code is that of the cause, if it has failed, else that of the rank that failed first. With
-``--max-restarts`` all ranks start again, with a new store. torchrun does more: several hosts, and a number of
-ranks that changes.
+``--max-restarts`` all ranks start again, with a new store. With ``--page`` this process serves the live page
+of the job, which shows the last state after the ranks have ended. torchrun does more: several hosts, and a
+number of ranks that changes.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import attrs
 
 from dist2.launch import serve_ranks
-from dist2.runtime.config import child_environment
+from dist2.runtime.config import child_environment, environment_value
 from dist2.runtime.deadline import deadline_in, remaining_s
 from dist2.runtime.exit_report import VARIABLE, ExitReport, read_report
 from dist2.runtime.rank_names import rank_names
@@ -38,6 +42,9 @@ GRACE_S = 5.0
 _CAUSE_S = 1.0
 """How long ranks that another one blames may take to end before they count as running."""
 _HOST = "127.0.0.1"
+_PAGES = "dist2.launcher_pages"
+"""Entry points: functions that serve a page of the job; the argument returns where its ranks meet."""
+_CONTROL_PLANE = "DIST2_CONTROL_PLANE"
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -67,9 +74,10 @@ class Ranks:
         command: The program and its arguments.
         count: Number of ranks.
         attempt: How many attempts there were before.
+        observed: Whether each rank has a control plane.
     """
 
-    def __init__(self, command: Sequence[str], count: int, attempt: int) -> None:
+    def __init__(self, command: Sequence[str], count: int, attempt: int, observed: bool = False) -> None:
         self._lease = serve_ranks(_HOST)
         self._reports = tempfile.TemporaryDirectory(prefix="dist2-run-")
         common = {
@@ -80,12 +88,19 @@ class Ranks:
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # ranks join the store of this process
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
         }
+        if observed and not environment_value(_CONTROL_PLANE):
+            common[_CONTROL_PLANE] = self._reports.name  # Unix sockets: the page is at one address
         self._processes: list[subprocess.Popen[bytes]] = []
         self._signal = 0
         for rank in range(count):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), VARIABLE: str(self._report_of(rank))}
             environment = child_environment({**common, **own})
             self._processes.append(subprocess.Popen(command, env=environment))
+
+    @property
+    def meeting(self) -> str:
+        """The address of the store where the ranks meet: ``127.0.0.1:40123``."""
+        return f"{_HOST}:{self._lease.server.port}"
 
     def wait(self) -> Ended:
         """Wait until all ranks have ended; end the others once one has failed."""
@@ -173,26 +188,75 @@ class Ranks:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the ranks; return the exit code."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    command = [sys.executable, *(["-m"] if given.module else []), given.program, *given.arguments]
+    meetings = [""]
+    page = _page(parser, lambda: meetings[-1]) if given.page else None
+    try:
+        for attempt in range(given.max_restarts + 1):
+            ranks = Ranks(command, given.ranks, attempt, given.page)
+            meetings.append(ranks.meeting)
+            ended = ranks.wait()
+            words = _summary(ended, attempt < given.max_restarts)
+            if words:
+                sys.stderr.write(f"{words}\n")
+            if ended.code == 0 or ended.stopped:
+                break
+        if page is not None and not ended.stopped:
+            page.ended(words or "all ranks, without an error", bool(ended.code))
+            _linger(page.url, given.linger)
+    finally:
+        if page is not None:
+            page.close()
+    return ended.code
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m dist2.run", description="Start a program as ranks.")
     parser.add_argument("-n", "--ranks", type=_count, default=os.cpu_count() or 1, help="default: one a core")
     parser.add_argument(
         "--max-restarts", type=int, default=0, metavar="N", help="of all ranks, after a failure"
     )
+    parser.add_argument("--page", action="store_true", help="serve the live page of the job on this host")
+    parser.add_argument(
+        "--linger",
+        type=float,
+        metavar="SECONDS",
+        help="how long the page stays after the ranks have ended; default: until Ctrl-C",
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module")
     parser.add_argument("program", help="a Python script, or with -m a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's")
-    given = parser.parse_args(arguments)
-    command = [sys.executable, *(["-m"] if given.module else []), given.program, *given.arguments]
-    for attempt in range(given.max_restarts + 1):
-        ended = Ranks(command, given.ranks, attempt).wait()
-        if ended.rank is not None:
-            again = attempt < given.max_restarts
-            then = "starting all ranks again" if again else "the other ranks were stopped"
-            cause = f"the cause is {rank_names(ended.blames)}: " if ended.blames else ""
-            sys.stderr.write(f"{cause}{rank_names([ended.rank])} {ended.words}; {then}\n")
-        if ended.code == 0 or ended.stopped:
-            break
-    return ended.code
+    return parser
+
+
+def _summary(ended: Ended, again: bool) -> str:
+    """Return how the ranks ended, in words; empty where none failed."""
+    if ended.rank is None:
+        return ""
+    then = "starting all ranks again" if again else "the other ranks were stopped"
+    cause = f"the cause is {rank_names(ended.blames)}: " if ended.blames else ""
+    return f"{cause}{rank_names([ended.rank])} {ended.words}; {then}"
+
+
+def _page(parser: argparse.ArgumentParser, meeting: Callable[[], str]) -> Any:
+    """Start the page of the job; it comes from a package above this one."""
+    point = next(iter(entry_points(group=_PAGES)), None)
+    if point is None:
+        parser.error("--page needs the package observability, which comes with dist2: install dist2 again")
+    try:
+        return point.load()(meeting)
+    except ModuleNotFoundError as error:
+        parser.error(f"--page needs {error.name}: pip install 'dist2[control-plane]'")
+
+
+def _linger(url: str, seconds: float | None) -> None:
+    """Keep the page for some seconds, or until Ctrl-C."""
+    until = "until Ctrl-C" if seconds is None else f"for {seconds:g} s, or until Ctrl-C"
+    sys.stderr.write(f"dist2: the ranks have ended; their last state stays at {url} {until}\n")
+    with suppress(KeyboardInterrupt):
+        threading.Event().wait(seconds)
 
 
 def _words(code: int, report: ExitReport | None) -> str:

@@ -7,7 +7,8 @@ instructions: while that thread is inside of an operation of dist2 this takes mi
 another library as long as that takes. ``POST /handler/fr_trace_json`` and ``GET /flight_recorder`` of the
 control plane need no main thread.
 
-This module is the entry point of the recorder in every process, so that ``DIST2_DUMP`` is heeded.
+This module is the entry point of the recorder in every process, so that the settings of the environment are
+heeded: ``DIST2_DUMP``, and those of `observability.automatic`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.operation.signature import Operation
 from dist2.runtime.config import Config
+from observability import automatic
 from observability.flight_recorder import FlightRecorder, Format, encode, global_rank, instrument, write_whole
 
 log = logging.getLogger("dist2.dumps")
@@ -156,3 +158,4 @@ def from_settings(dump: str | None, signal_name: str | None) -> None:
 
 _settings = Config.from_environment()
 from_settings(_settings.dump, _settings.dump_signal)
+automatic.from_settings(_settings)

@@ -164,6 +164,7 @@ class FlightRecorder:
             have displaced.
 
     Attributes:
+        on_opened: Called with each group of this process once it is open; its errors are not caught.
         on_broken: Called with an operation whose failure has left its group of no use.
 
     Examples:
@@ -184,6 +185,7 @@ class FlightRecorder:
         self._delivered: dict[Channel, records.Tally] = {}
         self._by_signature: dict[Signature, records.Tally] = {}
         self._lock = threading.Lock()
+        self.on_opened: list[Callable[[ProcessGroup], None]] = []
         self.on_broken: list[Callable[[Operation], None]] = []
         # The method below without a Python frame: it is called before every operation.
         self.operation_started = self._ring  # type: ignore[method-assign]  # in place of the method
@@ -197,8 +199,11 @@ class FlightRecorder:
     def group_opened(self, group: ProcessGroup) -> None:
         """Take up a group. Idempotent."""
         with self._lock:
+            is_new = group.info not in self._groups
             self._groups[group.info] = None
             self._ring.watch(group.info)
+        for tell in tuple(self.on_opened) if is_new else ():
+            tell(group)
 
     def group_closed(self, group: ProcessGroup) -> None:
         """Forget a group, except its operations in the ring; its counts of messages are forgotten later."""

@@ -1,9 +1,9 @@
-"""Tokens of the control planes of this host, in files that only their user can read.
+"""The control planes of this host with their tokens, in files that only their user can read.
 
-``dist2 why URL`` finds the token of a control plane of the same user here, so that it need not be in an
-argument, which all users of the host can see. A file is trusted only if the folder and the file belong to
-this user and give nobody else access, and only while the process that has written it runs: another process
-may listen at the same address afterwards.
+``dist2 ps`` lists the jobs of these files. ``dist2 why URL`` finds the token of a control plane of the same
+user here, so that it need not be in an argument, which all users of the host can see. A file is trusted only
+if the folder and the file belong to this user and give nobody else access, and only while the process that
+has written it runs: another process may listen at the same address afterwards.
 """
 
 from __future__ import annotations
@@ -17,7 +17,47 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
+import attrs
+
 from dist2.runtime.other_process import Process
+
+
+@attrs.frozen
+class Job:
+    """The job that a control plane belongs to.
+
+    Attributes:
+        uid: Of the group that it was started with: equal on all ranks.
+        name: Of that group.
+        rank: The rank in the job; -1 for the page of a launcher.
+        world_size: Number of ranks.
+        program: The program, in a line.
+        meeting: Where a launcher has the ranks meet, ``MASTER_ADDR`` and ``MASTER_PORT``; empty without one.
+    """
+
+    uid: str = ""
+    name: str = ""
+    rank: int = 0
+    world_size: int = 1
+    program: str = ""
+    meeting: str = ""
+
+
+@attrs.frozen
+class ControlPlaneFile:
+    """The content of a file.
+
+    Attributes:
+        url: Where the control plane listens.
+        token: Its token.
+        process: The process that has written the file.
+        job: Its job.
+    """
+
+    url: str
+    token: str = attrs.field(repr=False)
+    process: Process
+    job: Job
 
 
 def folder() -> Path:
@@ -25,9 +65,10 @@ def folder() -> Path:
     return Path(tempfile.gettempdir()) / f"dist2-{os.getuid()}"
 
 
-def write(url: str, token: str) -> Path | None:
+def write(url: str, token: str, job: Job = Job()) -> Path | None:
     """Write the token of a control plane of this process; return the file, or None if that is impossible."""
-    text = json.dumps({"url": url, "token": token, "process": Process.here().text})
+    here = Process.here().text
+    text = json.dumps({"url": url, "token": token, "process": here, "job": attrs.asdict(job)})
     with suppress(OSError):
         folder().mkdir(mode=0o700, exist_ok=True)
         if _is_private(folder(), stat.S_ISDIR):
@@ -51,7 +92,16 @@ def token_at(url: str) -> str | None:
     """Return the token of the control plane at a URL, if it runs here and belongs to this user."""
     if not _is_private(folder(), stat.S_ISDIR):
         return None
-    return _token_in(_path_of(url))
+    held = _content_of(_path_of(url))
+    return None if held is None else held.token
+
+
+def control_planes() -> list[ControlPlaneFile]:
+    """Return the control planes of this user and host whose processes run."""
+    if not _is_private(folder(), stat.S_ISDIR):
+        return []
+    found, space = map(_content_of, sorted(folder().glob("*.json"))), Process.here().space
+    return [each for each in found if each is not None and each.process.space == space]
 
 
 def _path_of(url: str) -> Path:
@@ -60,21 +110,23 @@ def _path_of(url: str) -> Path:
     return folder() / f"{quote(f'{parts.scheme}://{place}', safe='')[:200]}.json"
 
 
-def _token_in(path: Path) -> str | None:
-    """Return the token in a file; None if another user may have written it, or its process has ended."""
+def _content_of(path: Path) -> ControlPlaneFile | None:
+    """Return the content of a file; None if another user may have written it, or its process has ended."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         if _is_private(path, stat.S_ISREG):
             held = json.loads(path.read_text())
             process = Process.read(held["process"])
             if process is not None and not process.has_ended:
-                return str(held["token"])
+                return ControlPlaneFile(
+                    str(held["url"]), str(held["token"]), process, Job(**held.get("job", {}))
+                )
     return None
 
 
 def _remove_stale() -> None:
     """Remove the files of processes that were killed."""
     for path in folder().glob("*.json"):
-        if _token_in(path) is None:
+        if _content_of(path) is None:
             path.unlink(missing_ok=True)
 
 

@@ -27,6 +27,7 @@ DEFAULT_TIMEOUT_S = 1800.0
 DEFAULT_HEARTBEAT_S = 10.0
 DEFAULT_WAITING_S = 5.0
 DEFAULT_RECORDER_SIZE = 4096
+LOOPBACK = "127.0.0.1"
 _LARGEST = 1e9
 """Numbers beyond (infinity among them) are this one."""
 _TRANSPORTS = ("auto", "shm", "tcp", "inproc")
@@ -59,6 +60,8 @@ class Config:
         dump_signal: ``DIST2_DUMP_SIGNAL``: ``USR1`` or ``USR2``: it does so on that signal, too.
         waiting_s: ``DIST2_WAITING``: an operation that takes longer counts as waiting for other ranks where a
             control plane runs, in seconds.
+        control_plane: ``DIST2_CONTROL_PLANE``: starts the control plane with the first group: ``1``, an
+            address to listen on, or a folder for Unix sockets. None: off.
         control_token: ``DIST2_CONTROL_TOKEN``: token of the control planes, and of commands that ask them.
         allow_pickle: ``DIST2_ALLOW_PICKLE=1``: object collectives of `dist2.legacy` pickle and unpickle
             objects that the safe encoding refuses.
@@ -84,6 +87,7 @@ class Config:
     dump: str | None = None
     dump_signal: str | None = None
     waiting_s: float = DEFAULT_WAITING_S
+    control_plane: str | None = None
     control_token: str | None = attrs.field(default=None, repr=False)
     allow_pickle: bool = False
     secret: Secret | None = None
@@ -120,6 +124,7 @@ class Config:
             dump=get("DIST2_DUMP"),
             dump_signal=_signal(environment, "DIST2_DUMP_SIGNAL"),
             waiting_s=_positive(environment, "DIST2_WAITING", DEFAULT_WAITING_S),
+            control_plane=_control_plane(environment),
             control_token=get("DIST2_CONTROL_TOKEN"),
             allow_pickle=_flag(environment, "DIST2_ALLOW_PICKLE", False),
             secret=_secret(environment),
@@ -219,6 +224,14 @@ def _signal(environment: Mapping[str, str], name: str) -> str | None:
     if name not in environment:
         return None
     return _one_of(environment, name, ("usr1", "usr2"), "usr2").upper()
+
+
+def _control_plane(environment: Mapping[str, str]) -> str | None:
+    """Return the address or folder of a control plane that starts by itself; None for none."""
+    text = environment.get("DIST2_CONTROL_PLANE", "0")
+    if text.lower() in _FLAGS:
+        return LOOPBACK if _FLAGS[text.lower()] else None
+    return text
 
 
 def _secret(environment: Mapping[str, str]) -> Secret | None:

@@ -21,11 +21,11 @@ from dist2.errors import ArgumentTypeError, BackendUnavailableError, Dist2Error,
 from dist2.group.open_groups import open_groups
 from dist2.operation.instruments import dispatch
 from dist2.operation.signature import GroupInfo
-from dist2.runtime.config import Config
+from dist2.runtime.config import Config, environment_value
 from dist2.runtime.deadline import seconds
 from dist2.runtime.process import AtExit, InChild, at_exit, in_child
 from dist2.security.authenticator import Credentials
-from observability import token_files
+from observability import automatic, token_files
 from observability.access import NEEDS_TLS, is_loopback, job_token
 from observability.client import Asker
 from observability.flight_recorder import instrument as recorder
@@ -82,7 +82,7 @@ class Server:
         self._unix_socket = Path(name) if isinstance(name, str) else None
         self._listener = listener
         self._serving = serving
-        self._token_file = token_files.write(url, self.token)
+        self._token_file = token_files.write(url, self.token, _job_of(member))
         _running.add(self)
 
     @property
@@ -121,13 +121,13 @@ class Server:
         self._member.close()
         self._acts.close()
         self._serving.stop()
+        self._remove_files()
+
+    def _remove_files(self) -> None:
+        """Remove the Unix socket, and the file in which commands find the token. Idempotent."""
         if self._unix_socket is not None:
             self._unix_socket.unlink(missing_ok=True)
             self._unix_socket = None
-        self._remove_token_file()
-
-    def _remove_token_file(self) -> None:
-        """Remove the file in which commands find the token. Idempotent."""
         if self._token_file is not None:
             token_files.remove(self._token_file)
             self._token_file = None
@@ -236,6 +236,7 @@ def start(
     if token is not None:
         _check(token)
     _load_instruments(pg)
+    automatic.give_way()
     if unix_socket is not None:
         tls = None  # other hosts and users cannot connect
         listener, url = _listen_unix(Path(unix_socket)), f"unix://{quote(str(unix_socket), safe='')}"
@@ -300,6 +301,16 @@ def _member(
     member = Member(metrics, recorder, info, token=mine, directory=directory, asker=asker)
     member.watch = Watch(member, url, after_s, asker)
     return member
+
+
+def _job_of(member: Member) -> token_files.Job:
+    """Return the job of a member, for the commands of this host."""
+    info, program = member.info(), Path(sys.argv[0]).name if sys.argv else ""
+    host, port = environment_value("MASTER_ADDR"), environment_value("MASTER_PORT")
+    meeting = f"{host}:{port}" if host and port else ""
+    if info is None:
+        return token_files.Job(program=program, meeting=meeting)
+    return token_files.Job(info.uid, info.name, member.rank, len(info.global_ranks), program, meeting)
 
 
 def _first_open() -> ProcessGroup | None:
@@ -390,7 +401,7 @@ def _listen_unix(path: Path) -> socket.socket:
 @at_exit(AtExit.CONTROL_PLANE)
 def _exiting() -> None:
     for server in list(_running):
-        server._remove_token_file()
+        server._remove_files()
 
 
 @in_child(InChild.CONTROL_PLANE)

@@ -87,11 +87,11 @@ def app_of(
     operations += [Operation(path, "GET", answer) for path, answer in views.reading().items()]
     operations += [Operation(path, "GET", answer) for path, answer in performance.reading().items()]
     operations.append(Operation("/openapi.json", "GET", _openapi(operations)))
-    compressed = [Middleware(GZipMiddleware, minimum_size=1024, compresslevel=GZIP_LEVEL)]
-    files = sorted(path for path in PAGES.rglob("*") if path.suffix in MEDIA_TYPES)
+    compressed = _compression()
+    files, public = page_routes()
     app = Starlette(
         routes=[
-            *(Route(_path_of(file), guarded(_page(file)), middleware=compressed) for file in files),
+            *files,
             *(
                 Route(
                     each.path,
@@ -103,9 +103,20 @@ def app_of(
             ),
         ],
         exception_handlers={HTTPException: http_error},
-        middleware=[Middleware(ReadingLimit, pages=tuple(map(_path_of, files)))],
+        middleware=[Middleware(ReadingLimit, pages=tuple(public))],
     )
-    return TokenAuth(app, token, port, public=list(map(_path_of, files)))
+    return TokenAuth(app, token, port, public=public)
+
+
+def page_routes() -> tuple[list[Route], list[str]]:
+    """Return the files of the page, and their paths, which need no token."""
+    files = sorted(path for path in PAGES.rglob("*") if path.suffix in MEDIA_TYPES)
+    routes = [Route(_path_of(file), guarded(_page(file)), middleware=_compression()) for file in files]
+    return routes, list(map(_path_of, files))
+
+
+def _compression() -> list[Middleware]:
+    return [Middleware(GZipMiddleware, minimum_size=1024, compresslevel=GZIP_LEVEL)]
 
 
 def _operations(source: Source, registry: CollectorRegistry, member: Member, acts: Acts) -> list[Operation]:

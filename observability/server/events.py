@@ -33,10 +33,10 @@ class Events:
 
     Args:
         job: Returns the state of the job; called on a thread.
-        summary: Returns the state of this process.
+        summary: Returns the state of this process; None while there is none.
     """
 
-    def __init__(self, job: Read, summary: Read) -> None:
+    def __init__(self, job: Read, summary: Callable[[], dict[str, Any] | None]) -> None:
         self._job = job
         self._summary = summary
         self._listeners = 0
@@ -57,7 +57,9 @@ class Events:
         loop, stop = asyncio.get_running_loop(), asyncio.ensure_future(ending.wait())
         try:
             while not stop.done():
-                yield _event("summary", self._summary())
+                summary = self._summary()
+                if summary is not None:
+                    yield _event("summary", summary)
                 began = loop.time()
                 asked = on_thread(self._job)
                 both: tuple[asyncio.Future[Any], ...] = (asked, stop)

@@ -1,0 +1,202 @@
+"""The page of a job in its launcher: it outlives the ranks, and shows the last state that they had.
+
+Theory of operation. The ranks have control planes, found in the files that these write. A thread asks the
+lowest rank that answers, once a second for the state of the job and more seldom for the rest, and keeps each
+answer. A request is passed on to a rank that answers; where none does, the kept answer is given. So the page
+goes on after the death of any rank, and after the end of all. ``dist2.run --page`` starts it, by an entry
+point of the group ``dist2.launcher_pages``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from dist2.errors import Dist2Error
+from dist2.runtime.config import LOOPBACK
+from observability import token_files
+from observability.client import Asker
+from observability.server.answers import body_of, guarded, http_error
+from observability.server.app import page_routes
+from observability.server.auth import TokenAuth
+from observability.server.events import Events
+from observability.server.serving import Serving
+from observability.server.threads import on_thread
+from observability.token_files import ControlPlaneFile
+
+EVERY_S, SELDOM_S = 1.0, 5.0
+ANSWER_S = 5.0
+KEPT = 256
+"""Answers that are kept, by path."""
+SUMMARIES = 16
+"""Ranks whose details are kept for the time after their end."""
+OFTEN = ("/job", "/summary")
+SELDOM = ("/history", "/stragglers", "/sd")
+EVIDENCE = ("/desync", "/stacks", "/trace?seconds=60")
+"""Asked for when the verdict changes, besides."""
+
+_MEDIA_TYPES = {
+    "/metrics": "text/plain; version=0.0.4; charset=utf-8",
+    "/flight_recorder": "application/octet-stream",
+}
+_FILES = {"/trace": "trace.json", "/flight_recorder": "flight"}
+_STARTING: dict[str, Any] = {
+    "headline": "The ranks are starting: none has made a group yet",
+    "world_size": 0,
+    "asked_rank": 0,
+    "answered": 0,
+    "took_s": 0.0,
+    "verdict": [],
+    "culprits": [],
+    "waiting": [],
+    "ranks": [],
+}
+
+log = logging.getLogger("dist2.control_plane")
+
+
+class JobPage:
+    """The page of a launcher's job.
+
+    Args:
+        meeting: Returns the address where the ranks meet, as ``MASTER_ADDR`` and ``MASTER_PORT`` have it.
+
+    Attributes:
+        url: The link for a browser. It contains the token: keep it private.
+    """
+
+    def __init__(self, meeting: Callable[[], str]) -> None:
+        self._meeting = meeting
+        self._asker = Asker()
+        self._kept: dict[str, bytes] = {}
+        self._job: dict[str, Any] = _STARTING
+        self._summary: dict[str, Any] | None = None
+        self._seldom = 0.0
+        self._ends = threading.Event()
+        token = secrets.token_urlsafe(24)
+        listener = socket.create_server((LOOPBACK, 0))
+        port = listener.getsockname()[1]
+        self._base = f"http://{LOOPBACK}:{port}"
+        self.url = f"{self._base}/#token={token}"
+        self._token = token
+        self._file: Path | None = None
+        self._serving = Serving(self._app(token, port), listener)
+        self._thread = threading.Thread(target=self._run, name="dist2-job-page", daemon=True)
+        self._thread.start()
+
+    def ended(self, words: str, failed: bool) -> None:
+        """Show that the ranks have ended, with their last state."""
+        self._ends.set()
+        self._thread.join()
+        tone = "bad" if failed else "good"
+        self._job = {**self._job, "headline": f"The job has ended: {words}", "tone": tone}
+        self._kept["/job"] = json.dumps(self._job).encode()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._ends.set()
+        self._thread.join()
+        self._serving.stop()
+        if self._file is not None:
+            token_files.remove(self._file)
+
+    def _app(self, token: str, port: int) -> TokenAuth:
+        files, public = page_routes()
+        events = Events(lambda: self._job, lambda: self._summary)
+        routes = [
+            *files,
+            Route("/events", guarded(events.events), methods=["GET"]),
+            Route("/{path:path}", guarded(self._answer), methods=["GET", "POST"]),
+        ]
+        return TokenAuth(
+            Starlette(routes=routes, exception_handlers={HTTPException: http_error}), token, port, public
+        )
+
+    async def _answer(self, request: Request) -> Response:
+        """Pass a request on to a rank that answers, or give the kept answer."""
+        path = request.scope["path"]
+        target = f"{path}?{request.url.query}" if request.url.query else path
+        body = await body_of(request) if request.method == "POST" else None
+        if path == "/job":
+            answer: bytes | None = json.dumps(self._job).encode()
+        else:
+            answer = await on_thread(self._ask, target, body)
+            answer = self._kept.get(target) if answer is None and body is None else answer
+        if answer is None:
+            raise HTTPException(502, f"no rank answers, and nothing is kept of {target!r}")
+        headers = {"Cache-Control": "no-store"}
+        if path in _FILES:
+            headers["Content-Disposition"] = f'attachment; filename="{_FILES[path]}"'
+        return Response(answer, headers=headers, media_type=_MEDIA_TYPES.get(path, "application/json"))
+
+    # The ranks
+
+    def _run(self) -> None:
+        while not self._ends.wait(EVERY_S):
+            try:
+                self._look()
+            except Exception:  # the page must outlive a single failure
+                log.exception("the state of the job cannot be read; the page goes on")
+
+    def _look(self) -> None:
+        before = self._job
+        for path in OFTEN:
+            self._ask(path)
+        self._job = json.loads(self._kept.get("/job", b"null")) or before
+        self._summary = json.loads(self._kept.get("/summary", b"null"))
+        if self._job["verdict"] and self._job["verdict"] != before["verdict"]:
+            for path in EVIDENCE:
+                self._ask(path)
+        if time.monotonic() >= self._seldom:
+            self._seldom = time.monotonic() + SELDOM_S
+            some = [each["rank"] for each in self._job["ranks"][:SUMMARIES]]
+            for path in (*SELDOM, *(f"/summary?rank={rank}" for rank in some)):
+                self._ask(path)
+
+    def _ask(self, path: str, body: object = None) -> bytes | None:
+        """Return the answer of the first rank that answers; None where none does. Keeps answers to GET."""
+        for plane in self._planes():
+            try:
+                answer = self._asker.ask(f"{plane.url}{path}", plane.token, body=body, timeout_s=ANSWER_S)
+            except (OSError, Dist2Error, ValueError) as error:
+                log.debug("%s does not answer: %s", plane.url, error)
+                continue
+            if body is None and (path in self._kept or len(self._kept) < KEPT):
+                self._kept[path] = answer
+            return answer
+        return None
+
+    def _planes(self) -> list[ControlPlaneFile]:
+        meeting = self._meeting()
+        found = [
+            each
+            for each in token_files.control_planes()
+            if each.job.meeting == meeting and each.job.rank >= 0
+        ]
+        found.sort(key=lambda each: each.job.rank)
+        if found and self._file is None:
+            job = found[0].job
+            page = token_files.Job(job.uid, job.name, -1, job.world_size, job.program)
+            self._file = token_files.write(self._base, self._token, page)
+        return found
+
+
+def serve(meeting: Callable[[], str]) -> JobPage:
+    """Start the page of a launcher's job, and write its link to standard error."""
+    page = JobPage(meeting)
+    sys.stderr.write(f"dist2: the page of this job is at {page.url}\n")
+    return page

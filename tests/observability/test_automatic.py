@@ -1,0 +1,143 @@
+"""Control planes without a line of code: by the environment, of a launcher; and the list of jobs."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+
+import pytest
+import torch
+from click.testing import CliRunner
+from support.captured_logs import logged
+from support.programs import start
+from support.ranks import Tenant, run_ranks
+from support.warm_interpreter import CHILDREN, warm_executable, warm_python
+
+import observability
+from dist2 import ProcessGroup
+from dist2.cli.app import cli
+from dist2.run import main as run_main
+from dist2.runtime.config import Config
+from observability.automatic import AutomaticStart
+from observability.server import running
+
+INPROC = Tenant("inproc", "socket", {"transport": "inproc"})
+
+TRAINING = """
+import os, signal, sys, time
+import torch, dist2
+
+pg = dist2.new_group("socket", 30, name="training")
+pg.all_reduce(torch.ones(4))
+if pg.rank() == 1:
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGKILL)
+pg.all_reduce(torch.ones(4))
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [("", None), ("0", None), ("no", None), ("1", "127.0.0.1"), ("True", "127.0.0.1"), ("/run/x", "/run/x")],
+)
+def test_the_variable_is_a_flag_an_address_or_a_folder(text: str, where: str | None) -> None:
+    assert Config.from_environment({"DIST2_CONTROL_PLANE": text}).control_plane == where
+
+
+def test_the_first_group_of_a_process_starts_one(tmp_path: Path) -> None:
+    folder = tmp_path / "sockets"
+    starter = AutomaticStart(str(folder))
+    before = set(running())
+
+    def body(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            starter.opened(pg)
+            starter.opened(pg)
+            (server,) = set(running()) - before
+            try:
+                assert [path.name[:7] for path in folder.iterdir()] == ["rank-0-"]
+                answer = json.loads(observability.fetch(f"{server.url}/job", server.token))
+                assert answer["world_size"] == 2
+                starter.give_way()
+                assert server.closed
+            finally:
+                server.close()
+
+    run_ranks(2, body, INPROC)
+    assert set(running()) == before
+    assert not list(folder.iterdir())
+
+
+def test_an_address_that_cannot_be_used_is_a_warning() -> None:
+    def body(pg: ProcessGroup) -> None:
+        with logged() as records:
+            AutomaticStart("0.0.0.0").opened(pg)
+        (warning,) = [each["event"] for each in records if each["levelname"] == "WARNING"]
+        assert warning.startswith("DIST2_CONTROL_PLANE=0.0.0.0: no control plane is started: ")
+        assert "DIST2_TLS_CERT" in warning
+        pg.all_reduce(torch.ones(1))
+
+    run_ranks(1, body, INPROC)
+
+
+def answer(url: str, path: str) -> Any:
+    """Return the answer of the page of a launcher."""
+    base, _, token = url.partition("/#token=")
+    return json.loads(observability.fetch(base + path, token))
+
+
+def until(url: str, text: str) -> dict[str, Any]:
+    """Return the state of the job as soon as it has a text."""
+    deadline = time.monotonic() + 40
+    while time.monotonic() < deadline:
+        job: dict[str, Any] = answer(url, "/job")
+        if text in json.dumps(job):
+            return job
+        time.sleep(0.1)
+    raise AssertionError(f"{text!r} did not appear: {job}")
+
+
+def test_the_page_of_a_launcher_outlives_the_ranks(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(TRAINING)
+    warm_executable()
+    options: list[str | Path] = ["-n", "2", "--page", "--linger", "60", program, tmp_path / "seen"]
+    process = start([*warm_python(), CHILDREN, "-m", "dist2.run", *options])
+    assert process.stderr is not None
+    try:
+        link = re.search(r"http://\S+#token=\S+", process.stderr.readline())
+        assert link
+        url = link[0]
+        until(url, "training")  # the page has seen the ranks
+        (tmp_path / "seen").touch()
+        ended = until(url, "was killed by SIGKILL")
+        assert ended["headline"].startswith("The job has ended: rank 1 was killed by SIGKILL")
+        assert [rank["groups"][0]["name"] for rank in ended["ranks"] if rank["state"] != "silent"]
+        assert answer(url, "/summary")["identity"]["world_size"] == 2
+        listed = CliRunner().invoke(cli, ["ps", "--json"])
+        (job,) = [each for each in json.loads(listed.output) if each["url"] == url.partition("/#")[0]]
+        assert (job["name"], job["ranks"], job["program"]) == ("training", 2, "train.py")
+        assert url.partition("=")[2] not in listed.output, "a token"
+        with pytest.raises(HTTPError) as refused:
+            observability.fetch(url.partition("/#")[0] + "/job", "wrong")
+        refused.value.close()
+    finally:
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGKILL, errors
+    assert "the ranks have ended; their last state stays at " in errors
+    with pytest.raises(URLError):
+        answer(url, "/job")
+
+
+def test_a_launcher_says_how_to_install_the_page(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr("dist2.run.entry_points", lambda group: ())
+    with pytest.raises(SystemExit):
+        run_main(["--page", "train.py"])
+    assert "--page needs the package observability" in capsys.readouterr().err
