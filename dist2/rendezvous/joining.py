@@ -47,7 +47,7 @@ from dist2.store.waiting import arrive
 
 _FIRST, _AGREED = "first", "agreed"
 _SOON_S = 2.0
-"""Time to wait for a sign of life of another process with this rank, in seconds."""
+"""Time to wait for a sign of life of another process with this rank, in seconds; or for another thread."""
 
 
 def join_group(
@@ -72,7 +72,7 @@ def join_group(
         roll: The processes of the ranks, if they have met before.
 
     Raises:
-        RendezvousError: Two processes have this rank.
+        RendezvousError: Two processes have this rank, or two threads of this process.
     """
     nth = 1 if roll is not None else store.add(f"dist2/joined/{rank}", 1)
     if nth > 1:
@@ -132,20 +132,22 @@ def _look_back(part: PrefixStore, rank: int) -> None:
     registration is that of another process, which waits or has died. If it has died, ranks may still
     wait in that part; they must learn of it.
 
+    So is that of another thread of this process: a call that has ended has decided.
+
     Raises:
-        RendezvousError: The other process is alive.
+        RendezvousError: The other process is alive, or is this one.
     """
     if part.check([GO]) or not arrive(part, [rank_key(rank)], Deadline.after(_SOON_S)):
         return
     request, here = request_of(part, rank), Process.here()
     other = None if request is None else request.process
-    if other == here:
-        return
+    if other == here and arrive(part, [GO], Deadline.after(_SOON_S)):
+        return  # threads of this rank make groups one after the other
     verdict = started_twice(rank, request, here)
     decide(part, verdict)
     if other is not None and other.has_ended:
         return
-    lives = other is not None and other.is_another_here
+    lives = other is not None and (other == here or other.is_another_here)
     if lives or arrive(part, [ack_key(rank)], Deadline.after(_SOON_S)):
         raise RendezvousError(verdict.words, op="new_group", rank=rank)
 

@@ -183,9 +183,17 @@ def cannot_come(words: str) -> Verdict:
 
 
 def started_twice(rank: int, found: JoinRequest | None, here: Process) -> Verdict:
-    """Return the verdict on a rank that another process has registered too."""
+    """Return the verdict on a rank that another process has registered too, or another thread of this one."""
+    if found is not None and found.process == here:
+        return two_threads(rank, here)
     other = "a process that cannot be read" if found is None else str(found.process)
     words = f"{rank_names([rank])} was started twice: as {other} and as {here}"
+    return Verdict(Outcome.DUPLICATE_RANK, words)
+
+
+def two_threads(rank: int, here: Process) -> Verdict:
+    """Return the verdict on a rank as which two threads of a process meet the others at once."""
+    words = f"{rank_names([rank])} was started twice: by two threads of {here}; give each a rank of its own"
     return Verdict(Outcome.DUPLICATE_RANK, words)
 
 

@@ -52,6 +52,7 @@ from dist2.rendezvous.requests import (
     request_of,
     started_twice,
     too_late,
+    two_threads,
 )
 from dist2.runtime.deadline import Deadline
 from dist2.runtime.other_process import Process
@@ -123,6 +124,7 @@ class RendezvousSession:
         self._request = self._new_request()
         self._in_time_for: str | None = None
         self._leader: JoinRequest | None = None
+        self._rival: Verdict | None = None
         self._known: dict[int, JoinRequest] = {}
         self._began_s, self._warn_s = 0.0, _WARN_S
         self._opened: ReferenceType[Store] | None = None
@@ -136,20 +138,20 @@ class RendezvousSession:
         """Meet the other ranks once more; return a store for this meeting alone.
 
         Raises:
-            RendezvousError: Ranks are missing, a rank is taken, or world sizes differ.
+            RendezvousError: Ranks are missing, a rank is taken (by a thread, too), or world sizes differ.
             StoreError: The store cannot be reached, made or used.
         """
         deadline = Deadline.after(timeout)
-        with lock_with_timeout(self._lock, deadline.remaining_s()) as mine:
+        patience = deadline.soon(_TELL_S) if self._generation is None else deadline
+        with lock_with_timeout(self._lock, patience.remaining_s()) as mine:
             if not mine:
-                raise RendezvousError(
-                    f"{self._endpoint}: another thread of rank {self._rank} is still meeting there"
-                )
+                self._rival = two_threads(self._rank, self._request.process)
+                raise self._failure(self._rival, deadline)
             store = self._open(deadline)
             if self._generation is None:
                 store.set_timeout(timeout)
                 self._request = self._new_request()
-                self._known = {}
+                self._known, self._rival = {}, None
                 self._began_s, self._warn_s = time.monotonic(), _WARN_S
                 if self._rank == 0:
                     self._generation = self._lead(store, deadline)
@@ -247,7 +249,9 @@ class RendezvousSession:
                 self._known[rank] = found
 
     def _fault(self, store: Store, part: PrefixStore, generation: str) -> Verdict | None:
-        """Return the fault that another rank has found with the generation that this rank leads."""
+        """Return the fault that another rank or thread has found with the generation that this rank leads."""
+        if self._rival is not None:
+            return self._rival
         if part.check([GO]):
             return Verdict.read(part.get(GO))
         newest = store.get(_LEADER).decode(errors="replace")
@@ -312,6 +316,9 @@ class RendezvousSession:
         Raises:
             RendezvousError: Go will not be set.
         """
+        if self._rival is not None:
+            decide(part, self._rival)
+            raise self._failure(self._rival, deadline)
         mine, was_decided = self._request.to_text(), part.check([GO])
         leader = request_of(part, 0)
         if leader is not None and leader.process.is_another_here:
@@ -404,7 +411,12 @@ class RendezvousSession:
         log.warning("%s: rank %s has waited for %.0f s: %s", self._endpoint, self._rank, waited_s, why)
 
     def _announced(self, store: Store, deadline: Deadline, obstacle: Verdict) -> str:
-        if not deadline.passed and arrive(store, [_LEADER], deadline):
+        def look() -> None:
+            if self._rival is not None:
+                raise self._failure(self._rival, deadline)
+
+        look()
+        if not deadline.passed and arrive(store, [_LEADER], deadline, look, _LOOK_AGAIN_S):
             return store.fetch([_LEADER])[0].decode(errors="replace")
         words = f"rank {self._rank} of {self._world_size} waited {deadline.timeout_s:g} s: {obstacle.words}"
         raise self._failure(attrs.evolve(obstacle, words=words), deadline)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +14,7 @@ import torch
 
 import dist2
 from dist2 import BackendUnavailableError, UnknownBackendError
+from dist2.c10d.spellings import INSTEAD
 
 
 @pytest.mark.parametrize(
@@ -21,6 +26,7 @@ from dist2 import BackendUnavailableError, UnknownBackendError
             r"make a group, pg = dist2.new_group\('socket'\); or .*import dist2.legacy as",
         ),
         ("get_world_size", "global API: import dist2.legacy as dist, and use dist.get_world_size"),
+        ("all_gather_into_tensor", r"use dist.all_gather_into_tensor; of a group, pg.all_gather_single\("),
         ("nothing_of_the_kind", "no attribute 'nothing_of_the_kind'$"),
     ],
 )
@@ -65,3 +71,42 @@ def test_objects_that_are_no_tensors_are_told_how_to_become_one(given: Any, word
         for call in (lambda: pg.all_reduce(given), lambda: pg.broadcast(given, root=0)):
             with pytest.raises(TypeError, match=words):
                 call()
+
+
+def test_names_of_torch_and_mpi_on_a_group_say_the_right_spelling() -> None:
+    with dist2.new_group("socket", store=dist2.HashStore(), rank=0, world_size=1) as pg:
+        with pytest.raises(AttributeError, match=r"no attribute 'world_size': use pg.size\(\)$"):
+            pg.world_size  # type: ignore[attr-defined]  # noqa: B018
+        for name, instead in INSTEAD.items():
+            assert not hasattr(pg, name)
+            assert re.match(r"\w+", instead).group() in dir(pg)
+
+
+def test_a_group_lists_the_names_for_users() -> None:
+    with dist2.new_group("socket", store=dist2.HashStore(), rank=0, world_size=1) as pg:
+        assert {"all_reduce", "size", "global_ranks", "split", "shutdown", "timeout_s"} <= {*dir(pg)}
+        assert not {"allreduce", "boxed", "getGroupName", "new_window", "spec", "backend", "NCCL"} & {
+            *dir(pg)
+        }
+        assert not [name for name in dir(pg) if name.startswith("_") or not hasattr(pg, name)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("at_url", [False, True])
+def test_a_rank_that_two_threads_have_is_named(rank: int, at_url: bool, tmp_path: Path) -> None:
+    place = {"init_method": f"file://{tmp_path}/place"} if at_url else {"store": dist2.HashStore()}
+    errors = []
+
+    def join() -> None:
+        with pytest.raises(dist2.RendezvousError) as caught:
+            dist2.new_group("socket", timeout=30, rank=rank, world_size=2, **place)
+        errors.append(str(caught.value))
+
+    threads = [threading.Thread(target=join) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 2
+    for error in errors:
+        assert f"rank {rank} was started twice: by two threads of process {os.getpid()}" in error
