@@ -18,6 +18,7 @@ from dist2.backends.consensus import Agreement
 from dist2.backends.registry import ProcessGroupFactory, backend_names, builtin_factory, register_backend
 from dist2.backends.shared_tensors import shared_empty
 from dist2.c10d.dynamo import describe, keep_out
+from dist2.c10d.spellings import INSTEAD
 from dist2.errors import (
     AuthenticationError,
     BackendUnavailableError,
@@ -107,14 +108,17 @@ def _instead(name: str) -> str:
     """Return the place of a name of torch.distributed in dist2, for an error."""
     if name.startswith("_") or not hasattr(torch.distributed, name):
         return ""
+    legacy = f": it belongs to the global API: import dist2.legacy as dist, and use dist.{name}"
     group = "make a group, pg = dist2.new_group('socket')"
     if name == "init_process_group":
         return f": {group}; or for the global API, import dist2.legacy as dist"
+    if name in INSTEAD:
+        return f"{legacy}; of a group, pg.{INSTEAD[name]}"
     if hasattr(ProcessGroup, name):
         return (
             f": it is a method of a group: {group}, and call pg.{name}(...); or import dist2.legacy as dist"
         )
-    return f": it belongs to the global API: import dist2.legacy as dist, and use dist.{name}"
+    return legacy
 
 
 def __dir__() -> list[str]:

@@ -24,6 +24,7 @@ import dist2
 import observability
 from dist2 import ProcessGroup, Store, StoreCollectives, Work
 from dist2.backends import registry
+from dist2.c10d.spellings import Elsewhere
 from observability import FlightRecorder, LogInstrument, Metrics, Scrape, Server
 
 INPROC = TENANTS[0]
@@ -65,7 +66,9 @@ def documented() -> Iterator[tuple[str, Any]]:
         for name in dir(kind):
             member = getattr(kind, name)
             defined = is_ours(member.fget if isinstance(member, property) else member)
-            internal = name.startswith("_") or f"{kind.__name__}.{name}" in INTERNAL
+            internal = (
+                name.startswith("_") or f"{kind.__name__}.{name}" in INTERNAL or isinstance(member, Elsewhere)
+            )
             if defined and not internal and not (kind in OBSERVERS and name in OF_INSTRUMENTS):
                 yield f"{kind.__name__}.{name}", member
 

@@ -72,7 +72,7 @@ def describe(kind: type) -> None:
         return
     ours = [each for each in kind.__mro__ if each.__module__.partition(".")[0] == __name__.partition(".")[0]]
     names = {name for each in ours for name in vars(each) if not name.startswith("__")}
-    methods = [name for name in names if not isinstance(inspect.getattr_static(kind, name), property)]
+    methods = [name for name in names if callable(inspect.getattr_static(kind, name))]
     members = dict.fromkeys(methods, OPAQUE_TYPES.inlined)
     members |= dict.fromkeys(_CONSTANTS + _CONSTANT_METHODS, OPAQUE_TYPES.constant)
     OPAQUE_TYPES.register(kind, members=members, guard_fn=_guarded)

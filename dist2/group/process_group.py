@@ -21,6 +21,7 @@ from torch.distributed import Store
 from dist2.backends.base import Backend, GroupSpec, ignore_revocation
 from dist2.c10d.methods import with_c10d_calls
 from dist2.c10d.process_group import C10dApi
+from dist2.c10d.spellings import with_spellings
 from dist2.errors import (
     Dist2Error,
     GroupAbortedError,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from dist2.operation.work import Work
 
 
+@with_spellings
 @with_c10d_calls
 class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a method
     C10dApi,
