@@ -158,8 +158,8 @@ def over_the_stub() -> dict[str, Any] | str:
     if why is not None:
         return why
     with host_platform(max_delay_us=0, blocks=False) as platform:
-        members = {"store": dist2.HashStore(), "rank": 0, "world_size": 1}
-        with dist2.new_group("nccl", 60.0, platform=platform, **members) as pg:  # type: ignore[arg-type]  # options are of one kind
+        store = dist2.HashStore()
+        with dist2.new_group("nccl", 60.0, platform=platform, store=store, rank=0, world_size=1) as pg:
             tensor = torch.ones(2)
             figures = {"through": "cupy" if nccl_stubs.has_cupy() else "ctypes"}
             for name, is_async in (("launch_us", False), ("launch_async_us", True)):

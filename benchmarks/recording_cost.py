@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -71,10 +72,9 @@ def measure(plan: Plan, rank: int, store_path: str) -> dict[str, list[float]]:
     store = store_at(store_path, plan.ranks)
     referee = Referee(store, rank, plan.ranks)
     meeting = PrefixStore("dist2", store)
-    options = {"transport": plan.transport} if plan.backend == "socket" else {}
-    members = {"store": meeting, "rank": rank, "world_size": plan.ranks}
-    # mypy takes the values of a dict for the first argument
-    with dist2.new_group(plan.backend, 60.0, **members, **options) as pg:  # type: ignore[arg-type]  # options are of one kind
+    options: dict[str, Any] = {"transport": plan.transport} if plan.backend == "socket" else {}
+    options |= {"store": meeting, "rank": rank, "world_size": plan.ranks}
+    with dist2.new_group(plan.backend, 60.0, **options) as pg:
         calls = dict.fromkeys(
             (OFF, RECORDER, COUNTERS), checked_call(without_line(without_register(twin(pg))))
         )

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
+from typing import Literal, TypeAlias, Unpack, overload
 
 import torch
 from torch.distributed import ProcessGroup as TorchProcessGroup
@@ -14,6 +15,7 @@ from torch.distributed import Store
 from dist2.backends.base import Backend, GroupSpec
 from dist2.backends.registry import build, builtin_factory, registered_factory, single_name
 from dist2.errors import InvalidUsageError, RendezvousError
+from dist2.group.options import AnyOptions, FakeOptions, GlooOptions, NcclOptions, SocketOptions
 from dist2.group.process_group import ProcessGroup
 from dist2.operation.instruments import dispatch
 from dist2.operation.signature import GroupInfo
@@ -25,11 +27,37 @@ from dist2.runtime.deadline import seconds
 from dist2.runtime.resources import scarce_resources
 from dist2.store import HashStore
 
+When: TypeAlias = timedelta | float | None
+Device: TypeAlias = str | torch.device
 
+
+@overload
+def new_group(
+    backend: Literal["socket", "mpi"],
+    timeout: When = None,
+    device: Device = "cpu",
+    **options: Unpack[SocketOptions],
+) -> ProcessGroup: ...
+@overload
+def new_group(
+    backend: Literal["gloo"], timeout: When = None, device: Device = "cpu", **options: Unpack[GlooOptions]
+) -> ProcessGroup: ...
+@overload
+def new_group(
+    backend: Literal["nccl"], timeout: When = None, device: Device = "cpu", **options: Unpack[NcclOptions]
+) -> ProcessGroup: ...
+@overload
+def new_group(
+    backend: Literal["fake"], timeout: When = None, device: Device = "cpu", **options: Unpack[FakeOptions]
+) -> ProcessGroup: ...
+@overload
+def new_group(
+    backend: str, timeout: When = None, device: Device = "cpu", **options: Unpack[AnyOptions]
+) -> ProcessGroup: ...
 def new_group(
     backend: str,
-    timeout: timedelta | float | None = None,
-    device: str | torch.device = "cpu",
+    timeout: When = None,
+    device: Device = "cpu",
     *,
     init_method: str | None = None,
     store: Store | None = None,
@@ -61,7 +89,8 @@ def new_group(
         world_size: Number of ranks; by default from the URL or the environment.
         name: The group's name in c10d.
         desc: Free text, shown by the control plane.
-        **options: For the backend; see its documentation.
+        **options: For the backend; see its documentation. Type checkers know those of dist2's backends; pass
+            others as ``**mapping``.
 
     Raises:
         UnknownBackendError: No such backend; the message lists those there are.

@@ -99,4 +99,4 @@ def test_arguments_are_checked_as_everywhere() -> None:
 
 def test_unknown_option_is_named() -> None:
     with pytest.raises(dist2.UnknownOptionError, match="'speed'"):
-        dist2.new_group("fake", store=HashStore(), rank=0, world_size=1, speed=3)
+        dist2.new_group("fake", store=HashStore(), rank=0, world_size=1, speed=3)  # type: ignore[call-overload]

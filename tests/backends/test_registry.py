@@ -28,7 +28,7 @@ def fresh() -> str:
     return f"custom-{next(_numbers)}"
 
 
-def open_alone(name: str, **options: object) -> Any:
+def open_alone(name: str, **options: Any) -> Any:
     return dist2.new_group(name, 5, store=HashStore(), rank=0, world_size=1, **options)
 
 

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -181,8 +182,8 @@ def test_an_address_of_ones_own_is_refused(transport: str) -> None:
     node, other, store = Node(), Node(), HashStore()
 
     def build(number: int, node: Node) -> ProcessGroup:
-        options = {"transport": transport, "node": node}
-        return dist2.new_group("socket", 20.0, store=store, rank=number, world_size=3, **options)
+        place: dict[str, Any] = {"transport": transport, "node": node, "store": store}
+        return dist2.new_group("socket", 20.0, rank=number, world_size=3, **place)
 
     try:
         errors = ends_of(lambda: build(0, node), lambda: build(1, other), lambda: build(2, node))
@@ -194,7 +195,7 @@ def test_an_address_of_ones_own_is_refused(transport: str) -> None:
         assert "ranks 0, 2 have published the same address" in str(error)
 
 
-WAYS: dict[str, Callable[[Path], dict[str, object]]] = {
+WAYS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "one_tcp_store": lambda folder: {"store": dist2.TCPStore("127.0.0.1", 0, is_master=True)},
     "one_file_store": lambda folder: {"store": dist2.FileStore(str(folder / "store"), 3)},
     "one_store_of_torch": lambda folder: {"store": torch.distributed.HashStore()},

@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -148,9 +149,9 @@ def test_prometheus_finds_all_ranks_counts_rightly_and_says_which_rank_is_stuck(
 def alerting_rank(pipe: Connection, rank: int, folder: Path) -> None:
     """Work, with rank 2 slow; hang in a chain over two groups; then end, or rank 2 is killed."""
     store = dist2.FileStore(str(folder / "store"), 3)
-    members = {"store": store, "rank": rank, "world_size": 3}
+    members: dict[str, Any] = {"store": store, "rank": rank, "world_size": 3}
     with (
-        dist2.new_group("socket", 60, name="training", **members) as pg,  # type: ignore[arg-type]  # of one kind
+        dist2.new_group("socket", 60, name="training", **members) as pg,
         observability.start(pg, token=TOKEN, waiting_after_s=0.5) as server,
     ):
         first, second = pg.split([0, 1], name="first"), pg.split([1, 2], name="second")

@@ -108,8 +108,8 @@ def open_ranks(nodes: list[Node], store: HashStore | None = None, timeout: float
     met = store or HashStore()
 
     def open_one(rank: int) -> ProcessGroup:
-        size = {"rank": rank, "world_size": len(nodes)}
-        return dist2.new_group("socket", timeout, store=met, node=nodes[rank], **size)
+        size, node = len(nodes), nodes[rank]
+        return dist2.new_group("socket", timeout, store=met, rank=rank, world_size=size, node=node)
 
     return ends_of(*(partial(open_one, rank) for rank in range(len(nodes))))
 

@@ -58,6 +58,7 @@ class Dist2:
     def __init__(self, name: str, place: Place, transport: str, tuning: str | None = None) -> None:
         # Links belong to processes: a contender with the node of another one would share its links.
         self._node = Node()
+        given: dict[str, Any] = {} if tuning is None else {"tuning": tuning}
         self._group = dist2.new_group(
             "socket",
             TIMEOUT,
@@ -66,7 +67,7 @@ class Dist2:
             world_size=place.world_size,
             transport=transport,
             node=self._node,
-            **({"tuning": tuning} if tuning is not None else {}),
+            **given,
         )
 
     def bind(self, work: Workload) -> Call:

@@ -184,7 +184,7 @@ def groups_run_side_by_side() -> None:
 
 
 def arguments_are_checked() -> None:
-    raised(dist2.UnknownOptionError, lambda: dist2.new_group("mpi", 10, colour="red"))
+    raised(dist2.UnknownOptionError, lambda: dist2.new_group("mpi", 10, colour="red"))  # type: ignore[call-overload]
     error = raised(dist2.RendezvousError, lambda: dist2.new_group("mpi", 10, rank=5))
     assert f"rank is {MPI.COMM_WORLD.rank} in the MPI job and given as 5" in str(error), error
     with group() as pg:
