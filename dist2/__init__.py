@@ -6,14 +6,12 @@
 See the README for the three faces: objects, the old global API (`dist2.legacy`), and scraping.
 """
 
-import sys
 from contextlib import suppress
 from importlib import import_module
 from types import ModuleType
 
 import torch.distributed
 
-from dist2._moved import MOVED, MovedModules
 from dist2.backends.consensus import Agreement
 from dist2.backends.registry import ProcessGroupFactory, backend_names, builtin_factory, register_backend
 from dist2.backends.shared_tensors import shared_empty
@@ -94,12 +92,10 @@ keep_out(__name__)
 
 _ON_DEMAND = ("legacy", "torch_backend")
 
-sys.meta_path.append(MovedModules())
-
 
 def __getattr__(name: str) -> ModuleType:
-    """Return a part that is imported when it is first used, or a module that has moved."""
-    if name in _ON_DEMAND or f"{__name__}.{name}" in MOVED:
+    """Return a part that is imported when it is first used."""
+    if name in _ON_DEMAND:
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_instead(name)}")
 

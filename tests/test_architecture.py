@@ -39,7 +39,6 @@ class Package:
 
 PACKAGES_BOTTOM_UP = (
     Package("dist2.errors", "the exceptions"),
-    Package("dist2._moved", "old import paths"),
     Package("dist2.runtime", "configuration, deadlines, threads, signals, fork and exit, shared memory"),
     Package("dist2.compiled", "the hot path, an extension in C"),
     Package("dist2.security", "handshake, seals, TLS"),
