@@ -90,7 +90,7 @@ __all__ = [
 describe(ProcessGroup)
 keep_out(__name__)
 
-_ON_DEMAND = ("legacy", "torch_backend")
+_ON_DEMAND = ("functional", "legacy", "torch_backend")
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -55,6 +55,7 @@ PACKAGES_BOTTOM_UP = (
     Package("dist2.membership", "groups made from groups"),
     Package("dist2.c10d", "names and overloads by which torch's own code uses a group"),
     Package("dist2.group", "ProcessGroup, its operations, new_group, the current group"),
+    Package("dist2.functional", "collectives with gradients, as custom operators of torch"),
     Package("dist2.torch_backend", "a dist2 group under torch's own global API"),
     Package("dist2", "the public names"),
     Package("dist2.launch", "the store of a launcher; ranks that other engines start"),

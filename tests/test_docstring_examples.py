@@ -62,6 +62,8 @@ def documented() -> Iterator[tuple[str, Any]]:
         for name in package.__all__:
             if is_ours(getattr(package, name)):
                 yield name, getattr(package, name)
+    for name in dist2.functional.__all__:
+        yield f"functional.{name}", getattr(dist2.functional, name)
     for kind in (ProcessGroup, Store, StoreCollectives, Work, *OBSERVERS):
         for name in dir(kind):
             member = getattr(kind, name)

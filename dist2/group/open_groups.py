@@ -39,6 +39,12 @@ def open_groups() -> list[ProcessGroup]:
     return list(_open)
 
 
+def named(name: str) -> list[ProcessGroup]:
+    """Return the open groups of a name: several where ranks are threads, or none."""
+    found = list(_by_name.get(name, ()))
+    return found or [each for each in list(_open) if each._alias == name]
+
+
 def enter(group: ProcessGroup, name: str) -> None:
     """Note that a group is open, and let torch's C++ find it by a name; it holds it weakly.
 

@@ -1,0 +1,168 @@
+"""The collectives as custom operators of torch: ``torch.ops.dist2.all_reduce`` and the like.
+
+Theory of operation. An operator takes tensors, numbers and texts, and returns a new tensor, so that graphs
+of `torch.compile` and `torch.export` can hold it. Numbers that a shape depends on (rank, rows of each rank)
+are arguments, so that a fake implementation needs no group. The group itself is a text, see `handle_of`; the
+reduction is its name, see `reduction_name`. All operators work on dimension 0; `dist2.functional` moves
+others there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.library import custom_op
+
+from dist2.functional.handles import group_of, reduction_of, size_of
+
+
+def _same_shape(name: str) -> Callable[..., torch.Tensor]:
+    """Return a fake implementation whose output has the shape of the first input."""
+
+    def fake(x: torch.Tensor, *others: object) -> torch.Tensor:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    fake.__name__ = f"{name}_fake"
+    return fake
+
+
+def _rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return an empty tensor like ``x`` with another size of dimension 0."""
+    return x.new_empty([rows, *x.shape[1:]])
+
+
+def _gathered(x: torch.Tensor, root: int, rank: int, group: str) -> torch.Tensor:
+    return _rows(x, x.shape[0] * size_of(group) if rank == root else 0)
+
+
+@custom_op("dist2::all_reduce", mutates_args=())
+def all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    """Return the reduction of the tensors of all ranks."""
+    out = x.clone(memory_format=torch.contiguous_format)
+    group_of(group).all_reduce(out, reduction_of(op))
+    return out
+
+
+@custom_op("dist2::reduce", mutates_args=())
+def reduce(x: torch.Tensor, root: int, op: str, group: str) -> torch.Tensor:
+    """Return the reduction at the root, zeros elsewhere."""
+    pg = group_of(group)
+    out = x.clone(memory_format=torch.contiguous_format)
+    pg.reduce(out, root, reduction_of(op))
+    return out if pg.rank() == root else out.zero_()
+
+
+@custom_op("dist2::broadcast", mutates_args=())
+def broadcast(x: torch.Tensor, root: int, group: str) -> torch.Tensor:
+    """Return the tensor of the root."""
+    out = x.clone(memory_format=torch.contiguous_format)
+    group_of(group).broadcast(out, root)
+    return out
+
+
+@custom_op("dist2::all_gather", mutates_args=())
+def all_gather(x: torch.Tensor, sizes: Sequence[int], rank: int, group: str) -> torch.Tensor:
+    """Return the rows of all ranks; rank r has ``sizes[r]``."""
+    pg, out = group_of(group), _rows(x, sum(sizes))
+    if len(set(sizes)) == 1:
+        pg.all_gather_single(out, x)
+    else:
+        pg.all_gather_v(out.split(list(sizes)), x)
+    return out
+
+
+@custom_op("dist2::reduce_scatter", mutates_args=())
+def reduce_scatter(x: torch.Tensor, op: str, sizes: Sequence[int], rank: int, group: str) -> torch.Tensor:
+    """Return this rank's rows of the reduction; rank r has ``sizes[r]`` of them."""
+    pg, out = group_of(group), _rows(x, sizes[rank])
+    if len(set(sizes)) == 1:
+        pg.reduce_scatter_single(out, x.contiguous(), reduction_of(op))
+    else:
+        pg.reduce_scatter_v(out, x.split(list(sizes)), reduction_of(op))
+    return out
+
+
+@custom_op("dist2::gather", mutates_args=())
+def gather(x: torch.Tensor, root: int, rank: int, group: str) -> torch.Tensor:
+    """Return the rows of all ranks at the root, no rows elsewhere."""
+    pg, out = group_of(group), _gathered(x, root, rank, group)
+    pg.gather(list(out.chunk(pg.size())) if rank == root else None, x, root)
+    return out
+
+
+@custom_op("dist2::scatter", mutates_args=())
+def scatter(x: torch.Tensor, rows: int, root: int, rank: int, group: str) -> torch.Tensor:
+    """Return this rank's ``rows`` of the root's tensor."""
+    out = _rows(x, rows)
+    group_of(group).scatter(out, list(x.split(rows)) if rank == root else None, root)
+    return out
+
+
+@custom_op("dist2::all_to_all", mutates_args=())
+def all_to_all(
+    x: torch.Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], group: str
+) -> torch.Tensor:
+    """Send ``input_sizes[r]`` rows to rank r; return the rows received, ``output_sizes[r]`` from rank r."""
+    out = _rows(x, sum(output_sizes))
+    group_of(group).all_to_all_single(out, x, list(output_sizes), list(input_sizes))
+    return out
+
+
+@custom_op("dist2::send", mutates_args=())
+def send(x: torch.Tensor, dst: int, tag: int, group: str) -> torch.Tensor:
+    """Send a tensor; return a zero, which the backward pass starts from."""
+    group_of(group).send(x, dst, tag)
+    return x.new_zeros(())
+
+
+@custom_op("dist2::recv", mutates_args=())
+def recv(x: torch.Tensor, src: int, tag: int, group: str) -> torch.Tensor:
+    """Return a tensor received, of the shape of ``x``."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    group_of(group).recv(out, src, tag)
+    return out
+
+
+@custom_op("dist2::sendrecv", mutates_args=())
+def sendrecv(x: torch.Tensor, dst: int, src: int, tag: int, group: str) -> torch.Tensor:
+    """Send a tensor to one rank while receiving one of its shape from another."""
+    pg, out = group_of(group), torch.empty_like(x, memory_format=torch.contiguous_format)
+    sending = pg.send(x, dst, tag, async_op=True)
+    pg.recv(out, src, tag)
+    sending.wait()
+    return out
+
+
+for _each in (all_reduce, reduce, broadcast, recv, sendrecv):
+    _each.register_fake(_same_shape(_each._name))
+
+
+@all_gather.register_fake
+def _(x: torch.Tensor, sizes: Sequence[int], rank: int, group: str) -> torch.Tensor:
+    return _rows(x, sum(sizes))
+
+
+@reduce_scatter.register_fake
+def _(x: torch.Tensor, op: str, sizes: Sequence[int], rank: int, group: str) -> torch.Tensor:
+    return _rows(x, sizes[rank])
+
+
+@gather.register_fake
+def _(x: torch.Tensor, root: int, rank: int, group: str) -> torch.Tensor:
+    return _gathered(x, root, rank, group)
+
+
+@scatter.register_fake
+def _(x: torch.Tensor, rows: int, root: int, rank: int, group: str) -> torch.Tensor:
+    return _rows(x, rows)
+
+
+@all_to_all.register_fake
+def _(x: torch.Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], group: str) -> torch.Tensor:
+    return _rows(x, sum(output_sizes))
+
+
+@send.register_fake
+def _(x: torch.Tensor, dst: int, tag: int, group: str) -> torch.Tensor:
+    return x.new_zeros(())

@@ -1,0 +1,165 @@
+"""`dist2.functional` in graphs of torch, and beside `torch.distributed.nn`."""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.nn.functional
+from support.processes import Crew
+from support.training import WORLD, compiling, quiet
+from torch import nn
+
+import dist2
+from dist2 import ProcessGroup, ReduceOp, functional
+
+Run = Callable[..., list[Any]]
+Case = Callable[[torch.Tensor, ProcessGroup], torch.Tensor]
+of_torch: Any = torch.distributed.nn.functional
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Yield a callable that calls ``body(pg, *arguments)`` on two ranks, in processes that are kept."""
+    crew = Crew(WORLD, tmp_path_factory.mktemp("crew"))
+    yield functools.partial(crew.run, timeout=50.0)
+    crew.close()
+
+
+def mine(rank: int) -> torch.Tensor:
+    return torch.arange(8.0).reshape(4, 2) * (rank + 1) + 1
+
+
+TRACED: dict[str, Case] = {
+    "all_reduce": lambda x, pg: functional.all_reduce(x, pg),
+    "all_reduce, max": lambda x, pg: functional.all_reduce(x, pg, ReduceOp.MAX),
+    "reduce": lambda x, pg: functional.reduce(x, pg, 1, ReduceOp.AVG),
+    "broadcast": lambda x, pg: functional.broadcast(x, pg, 1),
+    "all_gather": lambda x, pg: functional.all_gather(x, pg, dim=1),
+    "all_gather, sizes": lambda x, pg: functional.all_gather(x[: pg.rank() + 1], pg, sizes=[1, 2]),
+    "reduce_scatter": lambda x, pg: functional.reduce_scatter(x, pg, dim=1),
+    "gather": lambda x, pg: functional.gather(x, pg, 1),
+    "scatter": lambda x, pg: functional.scatter(x, pg, 1),
+    "all_to_all": lambda x, pg: functional.all_to_all(x, pg, [2, 2], [2, 2]),
+    "send and recv": lambda x, pg: (
+        functional.send(x, pg, 1) + x.sum() if pg.rank() == 0 else functional.recv(x, pg, 0)
+    ),
+    "sendrecv": lambda x, pg: functional.sendrecv(x, pg, dst=1 - pg.rank(), src=1 - pg.rank()),
+}
+
+
+def forward_and_backward(function: Callable[[torch.Tensor], torch.Tensor], rank: int) -> list[torch.Tensor]:
+    """Return the result of a function and the gradient of its input."""
+    x = mine(rank).requires_grad_()
+    y = function(x)
+    (y.square().sum() + y.sum()).backward()
+    assert x.grad is not None
+    return [y.detach(), x.grad]
+
+
+def _compiled(pg: ProcessGroup) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([case(x * 2, pg).flatten() for case in TRACED.values()]) + 1
+
+    with quiet(), compiling():
+        expected = forward_and_backward(step, pg.rank())
+        compiled: Any = torch.compile(step, backend="aot_eager", fullgraph=True)
+        for _ in range(2):
+            torch.testing.assert_close(forward_and_backward(compiled, pg.rank()), expected)
+        torch._dynamo.reset()
+
+
+@pytest.mark.timeout(120)
+def test_a_compiled_function_with_all_of_them_is_one_graph(run: Run) -> None:
+    run(_compiled)
+
+
+class Layer(nn.Module):
+    """Uses each function that has the same shapes on both ranks."""
+
+    def __init__(self, pg: ProcessGroup) -> None:
+        super().__init__()
+        self.pg = pg
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = functional.all_reduce(x, self.pg, ReduceOp.MAX) + functional.broadcast(x, self.pg)
+        y = functional.reduce_scatter(functional.all_gather(y, self.pg), self.pg)
+        return functional.all_to_all(y, self.pg)
+
+
+def _exported(pg: ProcessGroup, strict: bool) -> Any:
+    with quiet(), compiling():
+        x, layer = mine(pg.rank()), Layer(pg)
+        program = torch.export.export(layer, (x,), strict=strict)
+        assert "torch.ops.dist2.all_gather" in str(program.graph)
+        saved = io.BytesIO()
+        torch.export.save(program, saved)
+        saved.seek(0)
+        torch.testing.assert_close(torch.export.load(saved).module()(x), layer(x))
+        return str(program.graph)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_is_the_same_on_all_ranks(run: Run, strict: bool) -> None:
+    first, second = run(_exported, strict)
+    assert first == second
+
+
+def _wrong_size(pg: ProcessGroup) -> None:
+    with quiet(), compiling():
+        program = torch.export.export(Layer(pg), (mine(pg.rank()),)).module()
+        name = pg.info.name
+        alone = pg.split([pg.rank()], name="alone")
+        pg.shutdown()
+        with (
+            alone,
+            dist2.new_group("fake", rank=0, world_size=3, name=name),
+            pytest.raises(dist2.InvalidUsageError, match=r"for 2 ranks, and group .* has 3"),
+        ):
+            program(mine(0))
+
+
+def test_a_program_of_another_world_size_is_refused(run: Run) -> None:
+    run(_wrong_size)
+
+
+def _beside_torch(pg: ProcessGroup) -> None:
+    rank = pg.rank()
+    pairs: dict[str, tuple[Case, Callable[[torch.Tensor], torch.Tensor]]] = {
+        "all_reduce": (functional.all_reduce, lambda x: of_torch.all_reduce(x, group=pg)),
+        "broadcast": (functional.broadcast, lambda x: of_torch.broadcast(x, 0, group=pg)),
+        "all_gather": (functional.all_gather, lambda x: torch.cat(of_torch.all_gather(x, group=pg))),
+        "reduce_scatter": (
+            functional.reduce_scatter,
+            lambda x: of_torch.reduce_scatter(torch.empty(2, 2), list(x.chunk(2)), group=pg),
+        ),
+        "scatter": (
+            functional.scatter,
+            lambda x: of_torch.scatter(list(x.chunk(2)), 0, group=pg),
+        ),
+        "gather": (
+            functional.gather,
+            lambda x: torch.cat(of_torch.gather(x, 0, group=pg))[: 8 if rank == 0 else 0],
+        ),
+        "all_to_all": (
+            functional.all_to_all,
+            lambda x: of_torch.all_to_all_single(torch.empty(4, 2), x, group=pg),
+        ),
+        "reduce": (
+            functional.reduce,
+            lambda x: of_torch.reduce(x, 0, group=pg) * (rank == 0),
+        ),
+    }
+    with quiet(pg):
+        for name, (ours, theirs) in pairs.items():
+            expected = forward_and_backward(theirs, rank)
+            actual = forward_and_backward(lambda x, ours=ours: ours(x, pg), rank)
+            torch.testing.assert_close(actual, expected, msg=name)
+
+
+def test_results_and_gradients_are_those_of_torch_distributed_nn(run: Run) -> None:
+    run(_beside_torch)
