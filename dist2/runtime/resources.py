@@ -1,7 +1,8 @@
 """Refusals of the operating system, as errors that name the call, the reason and the remedy.
 
 `system_call` wraps one call; `scarce_resources` also code that calls other libraries: it converts only
-errors that no argument can cause.
+errors that no argument can cause. `is_shortage` and `shortage` are for calls on connections, which fail for
+their peers too.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ _MEMORY = (
     "raise the limits of memory and of address space (of the container, ulimit -v), or start fewer ranks here"
 )
 _SCARCE = {
-    errno.EMFILE: "raise the limit of descriptors of this process (ulimit -n)",
-    errno.ENFILE: "raise the limit of descriptors of this machine (sysctl fs.file-max)",
+    errno.EMFILE: "close files, or raise the limit of descriptors of this process (ulimit -n)",
+    errno.ENFILE: "close files, or raise the limit of descriptors of this machine (sysctl fs.file-max)",
     errno.ENOMEM: _MEMORY,
     errno.ENOBUFS: _MEMORY,
     errno.ENOSPC: _MEMORY,
+}
+_OF_CONNECTIONS = {
+    **_SCARCE,
+    errno.EADDRNOTAVAIL: "close connections, or widen the range (sysctl net.ipv4.ip_local_port_range)",
 }
 _FORBIDDEN = (errno.EPERM, errno.EACCES, errno.ENOSYS)
 _NO_THREAD = "can't start new thread"
@@ -79,8 +84,18 @@ def check_scarcity(error: OSError, call: str) -> None:
         raise _refused(call, error, "") from error
 
 
+def is_shortage(error: OSError) -> bool:
+    """Whether a call on a connection has failed for lack of a resource here, and not for its peer."""
+    return error.errno in _OF_CONNECTIONS
+
+
+def shortage(error: OSError, call: str) -> ResourceError:
+    """Return the error of such a call."""
+    return _refused(call, error, "")
+
+
 def _refused(call: str, error: OSError, instead: str) -> ResourceError:
-    remedy = _SCARCE.get(error.errno or 0, "")
+    remedy = _OF_CONNECTIONS.get(error.errno or 0, "")
     if error.errno in _FORBIDDEN:
         remedy = "the kernel or a seccomp profile forbids it: allow it; `dist2 doctor` checks the machine"
     remedies = "; or ".join(each for each in (remedy, instead) if each)

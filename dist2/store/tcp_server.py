@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from dist2.errors import AuthenticationError, WireError
 from dist2.runtime.deadline import deadline_in, monotonic_ns
-from dist2.runtime.resources import system_call
+from dist2.runtime.resources import shortage, system_call
 from dist2.runtime.tcp_keepalive import keep_alive
 from dist2.security.authenticator import ConnectionAuthenticator, Credentials, Stream, hang_up, uninvited
 from dist2.security.handshake import Plane
@@ -75,6 +75,7 @@ class StoreServer:
         self._strangers: dict[ConnectionAuthenticator | Stream, int] = {}
         self._authenticating: dict[ConnectionAuthenticator, str] = {}
         self._accepts_again_ns = 0
+        self._is_short = False
         with system_call("epoll_create1"):
             self._selector = selectors.DefaultSelector()
         with system_call("eventfd2"):
@@ -176,10 +177,14 @@ class StoreServer:
                     self._make_room(len(self._strangers))
                     continue
                 # Out of descriptors, say. The listener stays readable, so stop polling it for a while.
-                log.warning("the store at port %s cannot accept a connection: %s", self.port, error)
+                if not self._is_short:  # told once, until a connection is accepted
+                    self._is_short = True
+                    refused = shortage(error, "accept")
+                    log.warning("the store at port %s cannot accept a connection: %s", self.port, refused)
                 self._selector.unregister(self._listener)
                 self._accepts_again_ns = deadline_in(_SWEEP_S)
                 return
+            self._is_short = False
             self._make_room(MAX_STRANGERS)
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -67,7 +67,7 @@ def refused(code: int) -> Callable[..., Any]:
             os,
             "memfd_create",
             errno.EMFILE,
-            r"memfd_create failed: .*\(EMFILE\): raise .*ulimit -n.*DIST2_TRAN",
+            r"memfd_create failed: .*\(EMFILE\): close .*ulimit -n.*DIST2_TRAN",
         ),
         (
             os,
@@ -78,7 +78,7 @@ def refused(code: int) -> Callable[..., Any]:
         (os, "ftruncate", errno.ENOSPC, r"ftruncate of shared memory to 40 GiB failed: .*\(ENOSPC\): raise"),
         (mmap, "mmap", errno.ENOMEM, r"mmap of 40 GiB of address space .*\(ENOMEM\): raise .*ulimit -v"),
         (os, "eventfd", errno.EMFILE, r"eventfd2 failed: .*\(EMFILE\)"),
-        (os, "pipe2", errno.ENFILE, r"pipe2 failed: .*\(ENFILE\): raise .*fs.file-max"),
+        (os, "pipe2", errno.ENFILE, r"pipe2 failed: .*\(ENFILE\): close .*fs.file-max"),
         (os, "pidfd_open", errno.EMFILE, r"pidfd_open failed: .*\(EMFILE\)"),
         (os, "pidfd_open", errno.ENOSYS, r"pidfd_open failed: .*\(ENOSYS\): the kernel or a seccomp profile"),
         (select, "epoll", errno.EMFILE, r"epoll_create1 failed: .*\(EMFILE\)"),
@@ -189,7 +189,7 @@ def test_a_limit_of_address_space_is_told() -> None:
 def test_a_store_without_descriptors_says_so_and_works_again() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "socket", refused(errno.EMFILE))
-        with pytest.raises(ResourceError, match=r"socket failed: .*\(EMFILE\): raise .*ulimit -n"):
+        with pytest.raises(ResourceError, match=r"socket failed: .*\(EMFILE\): close .*ulimit -n"):
             dist2.TCPStore("127.0.0.1", 1, timeout=LIMIT_S)
         with pytest.raises(ResourceError, match=r"socket failed: .*\(EMFILE\)"):
             dist2.TCPStore("127.0.0.1", 0, is_master=True)

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from support.processes import caught, hear, run_processes, tell
+from support.scarcity import no_descriptors
 from support.time_limits import in_time
 
 from dist2 import GroupRevokedError, ProcessGroup, ResourceError
 
 SHORT = 0
 """The rank without descriptors."""
-
-
-@contextmanager
-def no_descriptors() -> Iterator[None]:
-    """Use up the descriptors of this process: a new one is refused with EMFILE."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = os.dup(0)
-    os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def _message(pg: ProcessGroup) -> str:
@@ -61,7 +45,7 @@ def _message(pg: ProcessGroup) -> str:
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_messages_of_a_rank_without_descriptors_lose_nobody(transport: str, tmp_path: Path) -> None:
     text, _ = run_processes(2, _message, tmp_path, transport=transport)
-    assert "rank 1 cannot be reached from this process: Too many open files" in text
+    assert "rank 1 cannot be reached from this process: a connection failed: Too many open files" in text
     assert "ulimit -n" in text
 
 

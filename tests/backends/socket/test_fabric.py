@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from support.captured_logs import logged, refusals_in
 from support.fabrics import CONTEXT, World, describe
+from support.scarcity import no_descriptors
 from support.threads import together
 from support.time_limits import in_time
 
@@ -746,6 +747,25 @@ def test_more_strangers_than_may_be_are_refused(
     finally:
         for each in strangers:
             each.close()
+
+
+def test_accepting_pauses_without_descriptors_and_says_so_once(tcp: Callable[[int], World]) -> None:
+    fabric = tcp(1).fabrics[0]
+    acceptor = fabric._reception.acceptor
+    address = (fabric.card.host, fabric.card.port)
+    with socket.create_connection(address):
+        with logged() as logs, no_descriptors():
+            for _ in range(3):
+                pump(fabric, until=lambda: acceptor.paused)
+                assert not fabric._epoll.poll(0)  # else waiting threads would not sleep
+                acceptor._next_sweep = 0.0
+                fabric._reception.sweep()  # tries once more
+        pump(fabric, until=lambda: len(acceptor) == 1)
+        with socket.create_connection(address):
+            pump(fabric, until=lambda: len(acceptor) == 2)  # the next ones find the listener open again
+    told = [entry["event"] for entry in logs if "cannot accept" in entry["event"]]
+    assert len(told) == 1
+    assert "accept failed: Too many open files (EMFILE): close files, or raise" in told[0]
 
 
 @pytest.mark.parametrize(

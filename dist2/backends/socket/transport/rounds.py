@@ -101,7 +101,8 @@ class Rounds:
             return self._epoll.poll(0)
         since_ns = monotonic_ns()
         try:
-            return self._epoll.poll(min(timeout_s, GRACE_S) if self._presence.suspects else timeout_s)
+            looks_soon = self._presence.suspects or self._reception.acceptor.paused
+            return self._epoll.poll(min(timeout_s, GRACE_S) if looks_soon else timeout_s)
         finally:
             slept_ns = monotonic_ns() - since_ns
             if slept_ns >= IDLE_NS:

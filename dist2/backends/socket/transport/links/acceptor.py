@@ -19,7 +19,7 @@ import attrs
 from dist2.backends.socket.transport.links.pacing import begin
 from dist2.backends.socket.wire import HEADER_BYTES, Header, Hello, Kind
 from dist2.errors import AuthenticationError, RendezvousError, WireError
-from dist2.runtime.resources import system_call
+from dist2.runtime.resources import shortage, system_call
 from dist2.runtime.tcp_keepalive import keep_alive
 from dist2.security.authenticator import ConnectionAuthenticator, Credentials, Stream, hang_up, uninvited
 from dist2.security.handshake import Listener, Plane
@@ -148,6 +148,7 @@ class Acceptor:
 
     Attributes:
         port: That it listens on.
+        paused: Whether accepting pauses for lack of descriptors.
 
     Raises:
         RendezvousError: The address cannot be listened on.
@@ -170,13 +171,17 @@ class Acceptor:
         self._me = me
         self._epoll = epoll
         self._strangers: dict[int, Stranger] = {}
-        self._last_failure = 0.0
         self._next_sweep = 0.0
+        self.paused, self._is_short = False, False
         epoll.register(self._listener.fileno(), select.EPOLLIN)
 
     def __len__(self) -> int:
         """Return how many strangers there are."""
         return len(self._strangers)
+
+    def __bool__(self) -> bool:
+        """Whether `sweep` has something to do: there are strangers, or accepting pauses."""
+        return self.paused or bool(self._strangers)
 
     def __contains__(self, fd: int) -> bool:
         return fd in self._strangers or fd == self._listener.fileno()
@@ -198,6 +203,7 @@ class Acceptor:
             except OSError as error:
                 yield from self._out_of_descriptors(error)
                 return
+            self._is_short = False
             yield from self._expire(time.monotonic())
             yield from self._make_room(MAX_STRANGERS)
             prepare(sock)
@@ -212,11 +218,15 @@ class Acceptor:
         yield from self._hold(Stranger(sock, "this process", None))
 
     def sweep(self) -> Iterator[Guest]:
-        """Close strangers that have taken too long; do nothing if that was done a moment ago."""
+        """Close strangers that have taken too long; do nothing if that was done a moment ago.
+
+        Also accept connections again after a pause.
+        """
         now = time.monotonic()
         if now >= self._next_sweep:
             self._next_sweep = now + _SWEEP_S
             yield from self._expire(now)
+            self._pause(False)
 
     def _expire(self, now: float) -> Iterator[Guest]:
         limit = now - HANDSHAKE_S
@@ -263,12 +273,26 @@ class Acceptor:
                 self._turn_away(fd, "crowded", "too many connections have not sent a hello")
 
     def _out_of_descriptors(self, error: OSError) -> Iterator[Guest]:
-        """Close a stranger, if there is one, to make room for a caller that waits in the kernel."""
+        """Close a stranger, if there is one, to make room for a caller that waits in the kernel.
+
+        If there is none, pause: the listener stays readable.
+        """
         if self._strangers and error.errno in (errno.EMFILE, errno.ENFILE):
             yield from self._make_room(len(self._strangers))
-        elif time.monotonic() - self._last_failure > 1:
-            self._last_failure = time.monotonic()
-            log.warning("port %s cannot accept a connection: %s", self.port, error, extra={"port": self.port})
+            return
+        self._next_sweep = time.monotonic() + _SWEEP_S
+        self._pause(True)
+        if not self._is_short:  # told once, until a connection is accepted
+            self._is_short = True
+            refused = shortage(error, "accept")
+            log.warning(
+                "port %s cannot accept a connection: %s", self.port, refused, extra={"port": self.port}
+            )
+
+    def _pause(self, paused: bool) -> None:
+        if paused is not self.paused:
+            self._epoll.modify(self._listener.fileno(), 0 if paused else select.EPOLLIN)
+            self.paused = paused
 
     def _turn_away(self, fd: int, reason: str, why: str, error: WireError | None = None) -> None:
         stranger = self._forget(fd)

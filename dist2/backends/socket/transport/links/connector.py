@@ -16,9 +16,9 @@ from dist2.backends.socket.transport.links.linkage import Linkage
 from dist2.backends.socket.transport.links.pacing import begin
 from dist2.backends.socket.transport.links.reception import Reception
 from dist2.backends.socket.transport.links.ring import RingWriter
-from dist2.backends.socket.transport.links.shortages import is_shortage, shortage
 from dist2.backends.socket.wire import Hello
 from dist2.errors import AuthenticationError, PeerLostError, ResourceError
+from dist2.runtime.resources import is_shortage, shortage
 from dist2.runtime.tcp_keepalive import keep_alive
 from dist2.security.authenticator import Credentials
 from dist2.security.handshake import MESSAGE_BYTES, explanation
@@ -105,7 +105,7 @@ class Connector:
                 raise
         except OSError as error:
             if is_shortage(error):
-                raise shortage(error) from error
+                raise shortage(error, "a connection") from error
             raise PeerLostError(
                 f"the process at {card.host}:{card.port} cannot be reached: {error.strerror or error}"
             ) from error

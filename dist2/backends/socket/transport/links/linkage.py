@@ -13,8 +13,8 @@ from dist2.backends.socket.transport.links.pacing import settle
 from dist2.backends.socket.transport.links.presence import Presence
 from dist2.backends.socket.transport.links.ring import RingWriter
 from dist2.backends.socket.transport.links.rings import Rings
-from dist2.backends.socket.transport.links.shortages import is_shortage
 from dist2.errors import AuthenticationError, WireError
+from dist2.runtime.resources import is_shortage
 from dist2.runtime.tcp_keepalive import SILENT_LOOKS, is_silent
 from dist2.security.handshake import explanation
 from dist2.security.tls import socket_below

@@ -15,9 +15,9 @@ from dist2.backends.socket.transport.links.card import Card
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.linkage import Linkage
 from dist2.backends.socket.transport.links.presence import Presence
-from dist2.backends.socket.transport.links.shortages import shortage
 from dist2.backends.socket.wire import PROTOCOL_VERSION, Header, Hello, Kind
 from dist2.errors import PeerLostError, WireError
+from dist2.runtime.resources import shortage
 from dist2.security.authenticator import Credentials, hang_up
 from dist2.security.handshake import identity
 from dist2.security.refusals import refusals
@@ -77,7 +77,7 @@ class Reception:
         self._let_in(self.acceptor.serve(fd))
 
     def sweep(self) -> None:
-        """Close connections whose hello is overdue."""
+        """Close connections whose hello is overdue, and accept again after a pause."""
         if self.acceptor:
             self._let_in(self.acceptor.sweep())
 
@@ -134,7 +134,7 @@ class Reception:
         try:
             mine, theirs = socket.socketpair()
         except OSError as error:
-            raise shortage(error) from error
+            raise shortage(error, "socketpair") from error
         for end in (mine, theirs):
             end.setblocking(False)
         # Not taken in here: that needs the other's lock, and two that connect at once would wait for
