@@ -418,6 +418,8 @@ class OperationRunner:
 
     def _fail(self, operation: Operation, error: BaseException) -> BaseException:
         """Record and report a failure; return the error, with the operation's name and place filled in."""
+        if isinstance(error, (GroupRevokedError, PeerLostError)) and error.seq is None:
+            error = _own(error)
         if isinstance(error, Dist2Error):
             if error.seq != operation.seq:  # else it was raised for this operation, and names it
                 _name_operation(error, operation)
@@ -560,6 +562,13 @@ class OperationRunner:
         return batch.add(work, begin, lambda error: self._settle(work, done, error))
 
 
+def _own(error: Dist2Error) -> Dist2Error:
+    """Return a copy for one operation: all that run when a group breaks raise the same error."""
+    own = error.again(str(error))
+    own.__cause__ = error.__cause__
+    return own
+
+
 def _locate(error: Dist2Error, operation: Operation) -> None:
     """Fill in the place of a failed operation, where the code that raised could not know it."""
     signature = operation.signature
@@ -570,7 +579,7 @@ def _locate(error: Dist2Error, operation: Operation) -> None:
 @on_ctrl_c(OnCtrlC.DEFER)
 def _name_operation(error: Dist2Error, operation: Operation) -> None:
     """Name the failed operation in the message, where the code that raised could not know it."""
-    if isinstance(error, (OperationTimeoutError, PeerLostError)):
+    if isinstance(error, (OperationTimeoutError, PeerLostError, GroupRevokedError)):
         error.prefix(f"{operation.describe()} in group {operation.signature.group.name!r}")
         if isinstance(error, OperationTimeoutError) and error.timeout_s is None:
             error.timeout_s = operation.timeout_s

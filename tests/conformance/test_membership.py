@@ -19,6 +19,7 @@ from dist2 import (
     InvalidUsageError,
     MismatchError,
     OperationTimeoutError,
+    PeerLostError,
     PrefixStore,
     ProcessGroup,
 )
@@ -153,6 +154,35 @@ def test_revoking_one_group_leaves_the_others(tenant: Tenant) -> None:
         return sums
 
     assert run_ranks(3, body, tenant) == [8.0] * 3
+
+
+@pytest.mark.parametrize("end", ["revoke", "abort"])
+def test_each_call_that_a_broken_group_ends_is_named_in_its_error(tenant: Tenant, end: str) -> None:
+    """A message and a collective under way at once."""
+
+    def body(pg: ProcessGroup) -> None:
+        pg.barrier()
+        if pg.rank() == 1:
+            assert pg.get_group_store().get("rank 0 has called")
+            getattr(pg, end)()
+            return
+        works = [pg.irecv(torch.ones(2), 1), pg.all_reduce(torch.ones(3), async_op=True)]
+        pg.get_group_store().set("rank 0 has called", "yes")
+        errors = [failure(work.wait) for work in works]
+        for error, call, seq in zip(
+            errors, ("recv(float32[2]", "all_reduce(float32[3]"), (1, 2), strict=True
+        ):
+            assert str(error).startswith(call), error
+            assert str(error).count(" in group ") == 1, error
+            assert (error.op, error.seq) == (call.partition("(")[0], seq)
+
+    run_ranks(2, body, tenant)
+
+
+def failure(call: Callable[[], object]) -> GroupRevokedError | PeerLostError:
+    with pytest.raises((GroupRevokedError, PeerLostError)) as caught:
+        call()
+    return caught.value
 
 
 def test_a_closed_group_neither_agrees_nor_revokes(tenant: Tenant) -> None:
