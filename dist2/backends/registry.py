@@ -20,6 +20,8 @@ from dist2.runtime.torch_versions import registered_backends
 
 ENTRY_POINT_GROUP = "dist2.backends"
 BRIDGE_GROUP = "dist2.backend_bridges"
+TORCHS_GROUP = "torch.distributed.backends"
+"""Entry points that torch 2.14 reads: each is a function that registers a backend with torch."""
 TORCH_BRIDGE = "torch"
 """Entry point of the factory for backends that are registered with torch and not with dist2."""
 
@@ -138,6 +140,7 @@ def builtin_factory(name: str) -> BackendFactory:
         except ImportError as error:
             raise BackendUnavailableError(f"backend {name!r} cannot be used here: {error}") from error
         return factory
+    _register_with_torch(name)
     if name in torch_names():
         through_torch: BackendFactory = _torch_bridge()
         return through_torch
@@ -198,7 +201,25 @@ def backend_names() -> list[str]:
         >>> "socket" in dist2.backend_names()
         True
     """
-    return sorted({*_registered, *_builtin_names(), *torch_names()})
+    torchs = {point.name.lower() for point in entry_points(group=TORCHS_GROUP)}
+    return sorted({*_registered, *_builtin_names(), *torch_names(), *torchs})
+
+
+def _register_with_torch(name: str) -> None:
+    """Have the package that offers torch a backend of this name register it, unless that was done before.
+
+    Raises:
+        BackendUnavailableError: It cannot be imported here, or registers another name.
+    """
+    for point in entry_points(group=TORCHS_GROUP):
+        if point.name.lower() != name or name in torch_names():
+            continue
+        try:
+            point.load()()
+        except ImportError as error:
+            raise BackendUnavailableError(f"backend {name!r} cannot be used here: {error}") from error
+        if name not in torch_names():
+            raise BackendUnavailableError(f"the entry point {point.value!r} registers no backend {name!r}")
 
 
 def torch_names() -> set[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed import Backend as TorchBackend
 
 import dist2
 from dist2 import (
+    BackendUnavailableError,
     GroupAbortedError,
     HashStore,
     InvalidUsageError,
@@ -48,6 +50,30 @@ class Finished:
 
     def operation_finished(self, operation: Any) -> None:
         self.kinds.append(operation.signature.kind.value)
+
+
+def test_a_package_offers_a_backend_by_the_entry_points_of_torch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also one that cannot be imported, and one that registers nothing."""
+    lines = ["[torch.distributed.backends]", "Offered = offered:register", "absent = no_such_module:register"]
+    (info := tmp_path / "offered-1.0.dist-info").mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: offered\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("\n".join([*lines, "silent = offered:name", ""]))
+    (tmp_path / "offered.py").write_text(
+        "import torch.distributed as dist\n"
+        "from support.torch_plugins import Duck as create\n"
+        "def register(): dist.Backend.register_backend('offered', create, devices=['cpu'])\n"
+        "def name(): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert {"offered", "absent", "silent"} <= {*dist2.backend_names()}
+    with alone("offered") as pg:
+        pg.barrier()
+    with pytest.raises(BackendUnavailableError, match="'absent' cannot be used here: No module named"):
+        alone("absent")
+    with pytest.raises(BackendUnavailableError, match="'offered:name' registers no backend 'silent'"):
+        alone("silent")
 
 
 @ON_ALL

@@ -13,6 +13,7 @@ from support.ranks import TENANTS, Tenant, plugin_tenants, run_ranks
 
 from dist2 import (
     Agreement,
+    Dist2Error,
     GroupAbortedError,
     GroupRevokedError,
     HashStore,
@@ -179,7 +180,7 @@ def test_each_call_that_a_broken_group_ends_is_named_in_its_error(tenant: Tenant
     run_ranks(2, body, tenant)
 
 
-def failure(call: Callable[[], object]) -> GroupRevokedError | PeerLostError:
+def failure(call: Callable[[], object]) -> Dist2Error:
     with pytest.raises((GroupRevokedError, PeerLostError)) as caught:
         call()
     return caught.value
