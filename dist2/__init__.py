@@ -27,6 +27,7 @@ from dist2.errors import (
     MismatchError,
     OperationTimeoutError,
     PeerLostError,
+    RanksFailedError,
     RendezvousError,
     RendezvousTimeoutError,
     ResourceError,
@@ -64,6 +65,7 @@ __all__ = [
     "PrefixStore",
     "ProcessGroup",
     "ProcessGroupFactory",
+    "RanksFailedError",
     "ReduceOp",
     "RendezvousError",
     "RendezvousTimeoutError",
@@ -90,7 +92,7 @@ __all__ = [
 describe(ProcessGroup)
 keep_out(__name__)
 
-_ON_DEMAND = ("functional", "legacy", "torch_backend")
+_ON_DEMAND = ("functional", "launch", "legacy", "torch_backend")
 
 
 def __getattr__(name: str) -> ModuleType:

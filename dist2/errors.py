@@ -326,6 +326,28 @@ class GroupAbortedError(Dist2Error, DistBackendError):
     """
 
 
+class RanksFailedError(Dist2Error):
+    """Ranks that `dist2.launch.local` started raised or died; the message has the traceback of each.
+
+    Attributes:
+        errors: The exception of each rank that failed, the cause first; also the ``__cause__``. A rank that
+            died has a `RuntimeError`, one that had not returned in time a `TimeoutError`.
+
+    Examples:
+        >>> try:  # doctest: +SKIP
+        ...     dist2.launch.local(divmod, 2, 1, 0)
+        ... except dist2.RanksFailedError as error:
+        ...     print(sorted(error.errors))
+        [0, 1]
+    """
+
+    def __init__(
+        self, message: str, *, errors: dict[int, BaseException] | None = None, **where: Unpack[Where]
+    ) -> None:
+        super().__init__(message, **where)
+        self.errors = errors or {}
+
+
 class BackendUnavailableError(Dist2Error, ImportError):
     """The backend cannot run here; the message has the reason and the install line.
 

@@ -32,7 +32,7 @@ from typing import Any
 
 import attrs
 
-from dist2.launch import serve_ranks
+from dist2.launch.meeting import HOST, rank_environment, serve_ranks
 from dist2.runtime.config import child_environment, environment_value
 from dist2.runtime.deadline import deadline_in, remaining_s
 from dist2.runtime.exit_report import VARIABLE, ExitReport, read_report
@@ -41,7 +41,6 @@ from dist2.runtime.rank_names import rank_names
 GRACE_S = 5.0
 _CAUSE_S = 1.0
 """How long ranks that another one blames may take to end before they count as running."""
-_HOST = "127.0.0.1"
 _PAGES = "dist2.launcher_pages"
 """Entry points: functions that serve a page of the job; the argument returns where its ranks meet."""
 _CONTROL_PLANE = "DIST2_CONTROL_PLANE"
@@ -78,29 +77,22 @@ class Ranks:
     """
 
     def __init__(self, command: Sequence[str], count: int, attempt: int, observed: bool = False) -> None:
-        self._lease = serve_ranks(_HOST)
+        self._lease = serve_ranks(HOST)
         self._reports = tempfile.TemporaryDirectory(prefix="dist2-run-")
-        common = {
-            "MASTER_ADDR": _HOST,
-            "MASTER_PORT": str(self._lease.server.port),
-            "WORLD_SIZE": str(count),
-            "LOCAL_WORLD_SIZE": str(count),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # ranks join the store of this process
-            "TORCHELASTIC_RESTART_COUNT": str(attempt),
-        }
+        common = {"TORCHELASTIC_RESTART_COUNT": str(attempt)}
         if observed and not environment_value(_CONTROL_PLANE):
             common[_CONTROL_PLANE] = self._reports.name  # Unix sockets: the page is at one address
         self._processes: list[subprocess.Popen[bytes]] = []
         self._signal = 0
         for rank in range(count):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), VARIABLE: str(self._report_of(rank))}
-            environment = child_environment({**common, **own})
+            own = rank_environment(rank, count, self._lease.server.port)
+            environment = child_environment({**common, **own, VARIABLE: str(self._report_of(rank))})
             self._processes.append(subprocess.Popen(command, env=environment))
 
     @property
     def meeting(self) -> str:
         """The address of the store where the ranks meet: ``127.0.0.1:40123``."""
-        return f"{_HOST}:{self._lease.server.port}"
+        return f"{HOST}:{self._lease.server.port}"
 
     def wait(self) -> Ended:
         """Wait until all ranks have ended; end the others once one has failed."""

@@ -58,7 +58,7 @@ PACKAGES_BOTTOM_UP = (
     Package("dist2.functional", "collectives with gradients, as custom operators of torch"),
     Package("dist2.torch_backend", "a dist2 group under torch's own global API"),
     Package("dist2", "the public names"),
-    Package("dist2.launch", "the store of a launcher; ranks that other engines start"),
+    Package("dist2.launch", "functions on new ranks; the store of a launcher; ranks of other engines"),
     Package("dist2.run", "the command that starts ranks on one host"),
     Package("dist2.testing", "the tests that every backend must pass"),
     Package("dist2.legacy", "the global API of torch.distributed"),

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from dist2.errors import BackendUnavailableError, InvalidUsageError
-from dist2.launch import serve_ranks
+from dist2.launch.meeting import serve_ranks
 from dist2.runtime.config import set_environment
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import attrs
 
 ROOT = Path(__file__).parent.parent.parent
-STAYS = {"__init__", "py", "functional", "legacy", "torch_backend", "errors"}
+STAYS = {"__init__", "py", "functional", "launch", "legacy", "torch_backend", "errors"}
 """Names that programs import: all other names are internal."""
 
 

@@ -1,0 +1,72 @@
+"""A rank that `dist2.launch.local` starts; its argument is the descriptor of a socket."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from multiprocessing.connection import Connection
+from types import CodeType, FunctionType
+from typing import Any
+
+
+def main() -> None:
+    """Call the function that comes over a socket; send its result or its exception back."""
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)
+    connection = Connection(descriptor)
+    call = connection.recv_bytes()
+    threading.Thread(target=_end_with_caller, args=(connection,), daemon=True).start()
+    try:
+        fn, args, file = pickle.loads(call)
+        _name_file(fn, file)
+        answer = _dumped((True, fn(*args)))
+    except BaseException as error:  # noqa: BLE001 - it is raised by the caller
+        answer = _dumped_error(error)
+    connection.send_bytes(answer)
+
+
+def _end_with_caller(connection: Connection) -> None:
+    """Kill this process when its caller has ended: then nothing else arrives but the end of the stream."""
+    try:
+        connection.recv_bytes()
+    except (EOFError, OSError):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _name_file(fn: Any, file: str) -> None:
+    """Name the file of a function, and of those beside it, in tracebacks: cloudpickle leaves it out."""
+    if not isinstance(fn, FunctionType) or fn.__code__.co_filename == file:
+        return
+    omitted = fn.__code__.co_filename
+    for each in [fn, *fn.__globals__.values()]:
+        if isinstance(each, FunctionType) and each.__code__.co_filename == omitted:
+            each.__code__ = _in_file(each.__code__, file)
+
+
+def _in_file(code: CodeType, file: str) -> CodeType:
+    inner = tuple(_in_file(each, file) if isinstance(each, CodeType) else each for each in code.co_consts)
+    return code.replace(co_filename=file, co_consts=inner)
+
+
+def _dumped(answer: object) -> bytes:
+    try:
+        import cloudpickle
+    except ImportError:
+        return pickle.dumps(answer)
+    data: bytes = cloudpickle.dumps(answer)
+    return data
+
+
+def _dumped_error(error: BaseException) -> bytes:
+    own = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without `main`
+    text = "".join(traceback.format_exception(type(error), error, own))
+    try:
+        data = _dumped((False, (error, text)))
+        pickle.loads(data)
+    except Exception:  # noqa: BLE001 - an exception with fields of its own may fail in any way
+        data = _dumped((False, (RuntimeError(f"{type(error).__name__}: {error}"), text)))
+    return data
