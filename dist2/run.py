@@ -41,6 +41,8 @@ from dist2.runtime.rank_names import rank_names
 GRACE_S = 5.0
 _CAUSE_S = 1.0
 """How long ranks that another one blames may take to end before they count as running."""
+_NOTICE_S = 1.0
+"""How long the other ranks may take to notice a failure before they are stopped."""
 _PAGES = "dist2.launcher_pages"
 """Entry points: functions that serve a page of the job; the argument returns where its ranks meet."""
 _CONTROL_PLANE = "DIST2_CONTROL_PLANE"
@@ -57,6 +59,7 @@ class Ended:
         words: Its end, in words that follow the name of the rank.
         blames: Ranks that its error blames, and that have not failed themselves.
         stopped: Whether this process was told to stop.
+        incident: The folder with the evidence; empty where there is none.
     """
 
     code: int
@@ -64,6 +67,7 @@ class Ended:
     words: str = ""
     blames: tuple[int, ...] = ()
     stopped: bool = False
+    incident: str = ""
 
 
 class Ranks:
@@ -112,12 +116,28 @@ class Ranks:
                         code = self._processes[rank].wait()
                         if code and failed is None:
                             failed = self._cause(rank)
+        if failed is not None and environment_value("DIST2_INCIDENTS") != "0":
+            self._let_others_notice()
         if self._signal:
             failed = Ended(128 + self._signal, stopped=True)
         self._stop([process for process in self._processes if process.poll() is None])
         self._lease.give_back()
+        if failed is not None:
+            failed = attrs.evolve(failed, incident=self._incident())
         self._reports.cleanup()
         return failed or Ended(0)
+
+    def _let_others_notice(self) -> None:
+        """Give the other ranks a moment: a rank that sees the failure writes its part of the incident."""
+        deadline_ns = deadline_in(_NOTICE_S)
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(remaining_s(deadline_ns))
+
+    def _incident(self) -> str:
+        """Return the folder of the incident that a rank has reported; empty if none has."""
+        reports = (read_report(self._report_of(rank)) for rank in range(len(self._processes)))
+        return next((report.incident for report in reports if report is not None and report.incident), "")
 
     def _report_of(self, rank: int) -> Path:
         return Path(self._reports.name, f"rank-{rank}.json")
@@ -193,6 +213,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             words = _summary(ended, attempt < given.max_restarts)
             if words:
                 sys.stderr.write(f"{words}\n")
+            if ended.incident:
+                sys.stderr.write(f"incident: {ended.incident}, read it with: dist2 why {ended.incident}\n")
             if ended.code == 0 or ended.stopped:
                 break
         if page is not None and not ended.stopped:

@@ -1,7 +1,8 @@
-"""Parts that the environment switches on, without a change of the program: ``DIST2_CONTROL_PLANE``.
+"""Parts without a line in the program: incidents, and the control plane of ``DIST2_CONTROL_PLANE``.
 
 They start with the first group of the process, in the thread that makes it: that group names the rank, and
-the ranks find each other through its store. What cannot be started is logged; it never breaks the group.
+the ranks find each other through its store. A part that cannot be started is logged; it never breaks the
+group. ``DIST2_ON_HANG`` needs a control plane, and starts one.
 """
 
 from __future__ import annotations
@@ -11,9 +12,14 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import attrs
+
 from dist2.errors import Dist2Error
-from dist2.runtime.config import Config
+from dist2.runtime.config import LOOPBACK, Config
+from dist2.runtime.process import AtExit, at_exit, raised
 from observability.flight_recorder import global_rank, instrument
+from observability.incidents.folders import root_of
+from observability.incidents.recording import Recording
 
 if TYPE_CHECKING:
     from dist2.group.process_group import ProcessGroup
@@ -65,18 +71,55 @@ class AutomaticStart:
         return start(group, unix_socket=folder / f"rank-{rank}-{os.getpid()}.sock", announce=False)
 
 
-_automatic: AutomaticStart | None = None
+@attrs.define
+class _Parts:
+    """The parts of this process."""
+
+    control_plane: AutomaticStart | None = None
+    recording: Recording | None = None
+    on_hang: str = "observe"
+
+
+_parts = _Parts()
 
 
 def from_settings(config: Config) -> None:
     """Apply the settings of the environment; called once, when the default instruments are loaded."""
-    global _automatic
-    if config.control_plane is not None:
-        _automatic = AutomaticStart(config.control_plane)
-        instrument.on_opened.append(_automatic.opened)
+    root = root_of(config)
+    if root is not None:
+        _parts.recording = recording = Recording(root)
+        instrument.on_opened.append(lambda group: recording.opened(group.info))
+        instrument.on_broken.append(recording.broken)
+    _parts.on_hang = config.on_hang
+    where = config.control_plane or (LOOPBACK if config.on_hang != "observe" else None)
+    if where is not None:
+        _parts.control_plane = AutomaticStart(where)
+        instrument.on_opened.append(_parts.control_plane.opened)
+
+
+def recording() -> Recording | None:
+    """Return the incidents of this process; None where they are switched off."""
+    return _parts.recording
+
+
+def on_hang() -> str:
+    """Return the policy for a job that waits."""
+    return _parts.on_hang
 
 
 def give_way() -> None:
     """Close a control plane that was started by the environment: the program starts one itself."""
-    if _automatic is not None:
-        _automatic.give_way()
+    if _parts.control_plane is not None:
+        _parts.control_plane.give_way()
+
+
+@at_exit(AtExit.EVIDENCE)
+def _exiting() -> None:
+    if _parts.recording is not None:
+        _parts.recording.raised(raised())
+
+
+@at_exit(AtExit.LAST_WORDS)
+def _last_words() -> None:
+    if _parts.recording is not None:
+        _parts.recording.last_words(raised())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import resource
 import signal
 import time
@@ -13,6 +14,8 @@ import attrs
 import pytest
 from support import time_limits
 
+os.environ["DIST2_INCIDENTS"] = "0"
+"""Tests fail operations on purpose. Tests of incidents choose a folder."""
 MAPPED_BYTES = 2 << 40
 """Address space that tests may map between two garbage collections."""
 SLOW_S = 0.03

@@ -10,6 +10,7 @@ import difflib
 import functools
 import logging
 import os
+import re
 from collections.abc import Collection, Mapping
 from typing import TypeVar
 
@@ -30,7 +31,16 @@ DEFAULT_RECORDER_SIZE = 4096
 LOOPBACK = "127.0.0.1"
 _LARGEST = 1e9
 """Numbers beyond (infinity among them) are this one."""
+_ON_HANG = ("observe", "abort", "exit")
 _TRANSPORTS = ("auto", "shm", "tcp", "inproc")
+_SHOWN = re.compile(
+    r"(DIST2|TORCH|PYTORCH|NCCL|RCCL|GLOO|UCX|FI|OMPI|PMIX?|MPICH|SLURM|RAY|PET|OMP|MKL|CUDA|HIP|ROCR|KUBERNETES)_"
+    r"|(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT|HOSTNAME|TMPDIR|LD_PRELOAD)$"
+)
+"""Variables that are part of the evidence of a failure."""
+_SECRET = re.compile(r"SECRET|TOKEN|PASS|KEY|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
+_CREDENTIALS = re.compile(r"://[^/@\s]+@")
+_SHOWN_CHARS = 500
 _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
@@ -62,6 +72,10 @@ class Config:
             control plane runs, in seconds.
         control_plane: ``DIST2_CONTROL_PLANE``: starts the control plane with the first group: ``1``, an
             address to listen on, or a folder for Unix sockets. None: off.
+        incidents: ``DIST2_INCIDENTS``: folder of incidents; ``0`` writes none. Default: a private folder
+            among the temporary files of this user.
+        on_hang: ``DIST2_ON_HANG``: what happens once a control plane has confirmed that the job waits:
+            ``observe``, ``abort`` or ``exit``.
         control_token: ``DIST2_CONTROL_TOKEN``: token of the control planes, and of commands that ask them.
         allow_pickle: ``DIST2_ALLOW_PICKLE=1``: object collectives of `dist2.legacy` pickle and unpickle
             objects that the safe encoding refuses.
@@ -88,6 +102,8 @@ class Config:
     dump_signal: str | None = None
     waiting_s: float = DEFAULT_WAITING_S
     control_plane: str | None = None
+    incidents: str | None = None
+    on_hang: str = "observe"
     control_token: str | None = attrs.field(default=None, repr=False)
     allow_pickle: bool = False
     secret: Secret | None = None
@@ -125,6 +141,8 @@ class Config:
             dump_signal=_signal(environment, "DIST2_DUMP_SIGNAL"),
             waiting_s=_positive(environment, "DIST2_WAITING", DEFAULT_WAITING_S),
             control_plane=_control_plane(environment),
+            incidents=_incidents(environment),
+            on_hang=_one_of(environment, "DIST2_ON_HANG", _ON_HANG, "observe"),
             control_token=get("DIST2_CONTROL_TOKEN"),
             allow_pickle=_flag(environment, "DIST2_ALLOW_PICKLE", False),
             secret=_secret(environment),
@@ -158,6 +176,15 @@ def environment_flag(name: str, default: bool) -> bool:
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for a process that this one starts: its own with changes."""
     return {**os.environ, **changes}
+
+
+def shown_environment() -> dict[str, str]:
+    """Return the variables that concern a job, without values that may be secret."""
+    return {
+        name: "(hidden)" if _SECRET.search(name) or _CREDENTIALS.search(value) else value[:_SHOWN_CHARS]
+        for name, value in sorted(os.environ.items())
+        if _SHOWN.match(name)
+    }
 
 
 def set_environment(variables: Mapping[str, str]) -> None:
@@ -231,6 +258,13 @@ def _control_plane(environment: Mapping[str, str]) -> str | None:
     text = environment.get("DIST2_CONTROL_PLANE", "0")
     if text.lower() in _FLAGS:
         return LOOPBACK if _FLAGS[text.lower()] else None
+    return text
+
+
+def _incidents(environment: Mapping[str, str]) -> str | None:
+    text = environment.get("DIST2_INCIDENTS", "1")
+    if text.lower() in _FLAGS:
+        return None if _FLAGS[text.lower()] else "0"
     return text
 
 

@@ -19,6 +19,9 @@ from dist2.runtime.config import environment_value
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _TEXT_CHARS = 2000
 
+incident = ""
+"""The folder with the evidence of the failure of this process, for the launcher; empty for none."""
+
 
 @attrs.frozen
 class ExitReport:
@@ -27,10 +30,12 @@ class ExitReport:
     Attributes:
         words: Type and text of the error.
         blames: Ranks of the job that it names as its cause.
+        incident: The folder with the evidence; empty where there is none.
     """
 
     words: str
     blames: tuple[int, ...] = ()
+    incident: str = ""
 
 
 def report(error: BaseException) -> None:
@@ -41,7 +46,11 @@ def report(error: BaseException) -> None:
     words = f"{type(error).__name__}: {error}"[:_TEXT_CHARS]
     stack = "".join(traceback.format_exception(error))
     extra = {"py_callstack": stack, "timestamp": str(int(time.time()))}
-    content = {"message": {"message": words, "extraInfo": extra}, "blames": blamed(error)}
+    content = {
+        "message": {"message": words, "extraInfo": extra},
+        "blames": blamed(error),
+        "incident": incident,
+    }
     try:
         with Path(path).open("x") as file:
             json.dump(content, file)
@@ -54,7 +63,8 @@ def read_report(path: Path) -> ExitReport | None:
     try:
         content = json.loads(path.read_text())
         words = str(content["message"]["message"])
-        return ExitReport(words, tuple(int(rank) for rank in content.get("blames", ())))
+        blames = tuple(int(rank) for rank in content.get("blames", ()))
+        return ExitReport(words, blames, str(content.get("incident", "")))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 

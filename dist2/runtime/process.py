@@ -32,9 +32,11 @@ Hook = TypeVar("Hook", bound=Callable[[], None])
 class AtExit(IntEnum):
     """The steps at exit, in their order."""
 
+    EVIDENCE = 0  # of an error that ends the process, while its groups are open
     GROUPS = 1
     STORES = 2
     CONTROL_PLANE = 3
+    LAST_WORDS = 4
 
 
 class InChild(IntEnum):
@@ -62,7 +64,7 @@ def at_exit(step: AtExit) -> Callable[[Hook], Hook]:
 
 
 def end_with_multiprocessing() -> None:
-    """Have a process that `multiprocessing` started call the first step of its exit while it still raises.
+    """Have a process that `multiprocessing` started call the first steps of its exit while it still raises.
 
     Such a process catches the error of its target, so that functions of `atexit` cannot know it; in a process
     that was forked they do not run at all.
@@ -74,7 +76,11 @@ def end_with_multiprocessing() -> None:
     from multiprocessing.util import Finalize
 
     _ends_in = os.getpid()  # a child of this process has forgotten it
-    Finalize(None, _exit_hooks[AtExit.GROUPS], exitpriority=0)
+    Finalize(None, _first_steps, exitpriority=0)
+
+
+def _first_steps() -> None:
+    _call_all({step: hook for step, hook in _exit_hooks.items() if step <= AtExit.GROUPS})
 
 
 _ends_in = 0

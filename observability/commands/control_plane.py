@@ -137,7 +137,7 @@ def _one_line(error: object) -> str:
     return text if len(text) <= 200 else f"{text[:199]}…"
 
 
-def end_without_answer(error: NoAnswerError, advice: str = "") -> NoReturn:
+def end_without_answer(error: Exception, advice: str = "") -> NoReturn:
     """End the command with one line on standard error and the exit status `NO_ANSWER`."""
     click.echo(f"{error}{advice}", err=True)
     sys.exit(NO_ANSWER)

@@ -1,4 +1,4 @@
-"""``dist2 why URL``: the diagnosis of a job in a terminal, from any of its control planes."""
+"""``dist2 why URL`` or ``FOLDER``: the diagnosis of a job in a terminal, live or from an incident."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from observability.commands.control_plane import ControlPlane, NoAnswerError, address, end_without_answer
+from observability.incidents.reading import Incident, NoIncidentError
 from observability.job.gathering import RANK_S
 
 NOTHING_WRONG, TROUBLE = 0, 1
@@ -39,19 +40,29 @@ def why(
 ) -> None:
     """Name the ranks that a job waits for, and their positions.
 
-    URL is that of any control plane of the job. Ends with 0 if nothing is wrong, 1 if something is, and 2
-    if that control plane does not answer.
+    URL is that of any control plane of the job, or the folder of an incident. Ends with 0 if nothing is
+    wrong, 1 if something is, and 2 if that control plane does not answer or the folder is no incident.
     """
-    limit = f"limit_ms={round(limit_s * 1000)}"
     try:
-        plane = ControlPlane.of(url, token, token_file)
-        found = plane.get_json(f"/desync?after_ms={round(after_s * 1000)}&{limit}")
+        if Path(url).is_dir():
+            incident = Incident.read(Path(url))
+            found, rows = incident.desync(), incident.stacks
+        else:
+            plane, limit = ControlPlane.of(url, token, token_file), f"limit_ms={round(limit_s * 1000)}"
+            found = plane.get_json(f"/desync?after_ms={round(after_s * 1000)}&{limit}")
+
+            def rows() -> list[dict[str, Any]]:
+                ranks: list[dict[str, Any]] = plane.get_json(f"/stacks?{limit}")["ranks"]
+                return ranks
+
         if as_json:
             click.echo(json.dumps(found, indent=1))
         else:
             _show(found)
             if stacks and found["culprits"]:
-                _show_stacks(plane.get_json(f"/stacks?{limit}"), found["culprits"])
+                _show_stacks(rows(), found["culprits"])
+    except NoIncidentError as error:
+        end_without_answer(error)
     except NoAnswerError as error:
         end_without_answer(error, "; ask the control plane of another rank")
     sys.exit(TROUBLE if found["verdict"] else NOTHING_WRONG)
@@ -72,8 +83,8 @@ def _show(found: dict[str, Any]) -> None:
                 click.echo(f"  {line}")
 
 
-def _show_stacks(found: dict[str, Any], ranks: list[int]) -> None:
-    for each in found["ranks"]:
+def _show_stacks(rows: list[dict[str, Any]], ranks: list[int]) -> None:
+    for each in rows:
         if each["rank"] not in ranks:
             continue
         if each["threads"] is None:

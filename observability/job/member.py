@@ -15,7 +15,7 @@ from dist2.operation.signature import GroupInfo
 from dist2.runtime.other_process import Process
 from observability.client import Asker
 from observability.flight_recorder import FlightRecorder, global_rank
-from observability.job.diagnosis import Answer, Diagnosis, Key, diagnose, how_ended
+from observability.job.diagnosis import Answer, Answers, Diagnosis, Key, diagnose, how_ended
 from observability.job.directory import Directory, Entry, hubs_of
 from observability.job.gathering import RANK_S, Gatherer, process_seen, seen_from_outside, written
 from observability.job.rank_text import named
@@ -24,6 +24,7 @@ from observability.job.state import HISTORY, PROTOCOL, State, Witness
 from observability.metrics import Metrics
 
 if TYPE_CHECKING:
+    from observability.incidents.hang import HangRecorder
     from observability.job.watch import Watch
 
 log = logging.getLogger("dist2.waiting")
@@ -84,6 +85,7 @@ class Member:
         token: The token of the control planes of the job.
         directory: Where the others are.
         watch: Looks for operations that wait; None before it is started.
+        hang: Confirms that the job waits; None before it is started.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class Member:
         self.witness = Witness(metrics, recorder, thread_id, self.info)
         self.directory = directory or Directory(None, Asker().credentials)
         self.watch: Watch | None = None
+        self.hang: HangRecorder | None = None
         self._notices: dict[Key, Notice] = {}
         self._notices_lock = threading.Lock()
         self._diagnosing = threading.Lock()
@@ -268,16 +271,7 @@ class Member:
         answers = self.everyone(limit_s, traffic=True)
         took_s = time.monotonic() - began
         after_s = WAITING_S if self.watch is None else self.watch.after_s
-        found = diagnose(answers, after_s)
-        trouble = found.document()
-        return {
-            "world_size": len(answers),
-            "asked_rank": self.rank,
-            "answered": sum(answer.state is not None for answer in answers.values()),
-            "took_s": took_s,
-            **{name: trouble[name] for name in ("verdict", "culprits", "waiting")},
-            "ranks": [_row(rank, answer, found) for rank, answer in answers.items()],
-        }
+        return job_document(answers, diagnose(answers, after_s), self.rank, took_s)
 
     def stacks(self, wanted: int | None = None, limit_s: float = RANK_S) -> list[dict[str, Any]]:
         """Return the Python threads of all ranks, or of one; of a silent rank, its state in the kernel."""
@@ -285,16 +279,7 @@ class Member:
             answers = {wanted: self.own_answer({"stacks": True})}
         else:
             answers = self.everyone(limit_s, stacks=True)
-        return [
-            {
-                "rank": rank,
-                "threads": None if answer.state is None else answer.state["threads"],
-                "silence": answer.why_silent or None,
-                "process": answer.outside,
-            }
-            for rank, answer in answers.items()
-            if wanted in (None, rank)
-        ]
+        return [row for row in stack_rows(answers) if wanted in (None, row["rank"])]
 
     def ask_others(self, path: str, body: Mapping[str, Any], limit_s: float = 5.0) -> dict[int, Any]:
         """Send a request to all other ranks; return the answer of each, or its error in words."""
@@ -330,6 +315,8 @@ class Member:
                 return latest
             self._latest = found = self.diagnosis(after_s, history=1)
         self._tell_culprits(found)
+        if self.hang is not None:
+            self.hang.look(found)
         return found
 
     def _tell_culprits(self, found: Diagnosis) -> None:
@@ -414,6 +401,32 @@ class Member:
 def entry_of(rank: int, url: str) -> Entry:
     """Return the entry of this process."""
     return Entry(rank, url, Process.here())
+
+
+def job_document(answers: Answers, found: Diagnosis, asked_rank: int, took_s: float) -> dict[str, Any]:
+    """Return the answer of `/job`."""
+    trouble = found.document()
+    return {
+        "world_size": len(answers),
+        "asked_rank": asked_rank,
+        "answered": sum(answer.state is not None for answer in answers.values()),
+        "took_s": took_s,
+        **{name: trouble[name] for name in ("verdict", "culprits", "waiting")},
+        "ranks": [_row(rank, answer, found) for rank, answer in answers.items()],
+    }
+
+
+def stack_rows(answers: Answers) -> list[dict[str, Any]]:
+    """Return the threads of each rank, or why they are not known: the rows of `/stacks`."""
+    return [
+        {
+            "rank": rank,
+            "threads": None if answer.state is None else answer.state["threads"],
+            "silence": answer.why_silent or None,
+            "process": answer.outside,
+        }
+        for rank, answer in answers.items()
+    ]
 
 
 def _row(rank: int, answer: Answer, found: Diagnosis) -> dict[str, Any]:

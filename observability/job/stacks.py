@@ -191,18 +191,25 @@ def look_at(process: Process) -> Outside | None:
         return None
     if process.has_ended:
         return Outside("", f"process {process.pid} has ended")
-    threads = _tasks(process.pid)
+    return look_at_pid(process.pid)
+
+
+def look_at_pid(pid: int) -> Outside:
+    """Say how a process of this host is that runs, without its help."""
+    threads = _tasks(pid)
+    if not threads or threads[0]["state"] in ("Z", "X"):
+        return Outside("", f"process {pid} has ended")
     main = threads[0] if threads else {"state": "", "wchan": ""}
     state = main["state"]
     if state in "TtD" and state:
         where = f", in {main['wchan']}" if state == "D" and main["wchan"] else ""
-        return Outside(state, f"process {process.pid} is {_STATES[state]}: state {state}{where}", threads)
+        return Outside(state, f"process {pid} is {_STATES[state]}: state {state}{where}", threads)
     activity = _STATES.get(state, "in an unknown state")
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     cause = "code in C holds the interpreter lock (GIL)"
     if load > OVERLOAD * cores:
         cause += f", or it gets no time: the load of its host is {load:.0f} on {cores} cores"
-    words = f"process {process.pid} is {activity} (state {state or '?'})"
+    words = f"process {pid} is {activity} (state {state or '?'})"
     return Outside(state, words, threads, f"its control plane does not run: {cause}")
 
 

@@ -29,6 +29,7 @@ from observability import automatic, token_files
 from observability.access import NEEDS_TLS, is_loopback, job_token
 from observability.client import Asker
 from observability.flight_recorder import instrument as recorder
+from observability.incidents.hang import HangRecorder
 from observability.job.directory import Directory
 from observability.job.member import Member
 from observability.job.watch import Watch
@@ -300,6 +301,7 @@ def _member(
     info = None if pg is None else pg.info
     member = Member(metrics, recorder, info, token=mine, directory=directory, asker=asker)
     member.watch = Watch(member, url, after_s, asker)
+    member.hang = HangRecorder(member, automatic.recording(), automatic.on_hang(), after_s / 2)
     return member
 
 

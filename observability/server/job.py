@@ -42,7 +42,12 @@ class JobEndpoints:
 
     def posting(self) -> dict[str, Endpoint]:
         """Return the answers to POST, by path."""
-        return {"/job/gather": self.gather, "/job/waiting": self.waiting, "/job/notices": self.notices}
+        return {
+            "/job/gather": self.gather,
+            "/job/waiting": self.waiting,
+            "/job/notices": self.notices,
+            "/job/incident": self.incident,
+        }
 
     async def job(self, request: Request) -> Response:
         """All ranks: host, process, operations, clock; ``?limit_ms=`` is the time limit of each rank."""
@@ -80,6 +85,18 @@ class JobEndpoints:
         """Take note that others wait for this rank."""
         body = await body_of(request)
         _read(lambda: self._member.take_notices(body["notices"]))
+        return as_json({})
+
+    async def incident(self, request: Request) -> Response:
+        """Write the part of this rank in an incident, and carry out the policy for hangs."""
+        body = await body_of(request)
+        hang = self._member.hang
+        if hang is None:
+            raise HTTPException(404, "this control plane writes no incidents")
+        try:
+            await on_thread(hang.take_part, body)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise HTTPException(400, f"the body cannot be read: {type(error).__name__}: {error}") from error
         return as_json({})
 
 

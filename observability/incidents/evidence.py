@@ -1,0 +1,157 @@
+"""The part of one rank in an incident: all that this process knows, as plain data."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from dist2.group.open_groups import open_groups
+from dist2.operation.signature import GroupInfo
+from dist2.runtime.config import shown_environment
+from dist2.runtime.exit_report import blamed
+from dist2.runtime.rank_names import host_and_pid
+from observability import metrics
+from observability.exposition import dist2_version
+from observability.flight_recorder import encode, global_rank
+from observability.flight_recorder import instrument as recorder
+from observability.incidents import folders
+from observability.job.stacks import MAX_FRAMES, look_at_pid, stacks
+from observability.job.state import HISTORY, Witness
+from observability.tracing import recent
+
+TRACE_S = 60.0
+TRACED = 2000
+"""Operations of the trace of the time before, at most."""
+DUMP = "flight_"
+"""Prefix of the dumps for torchfrtrace, which end with the rank."""
+
+
+def write_part(folder: Path, kind: str, info: GroupInfo, why: str, error: BaseException | None) -> None:
+    """Write the part of a rank, unless it has written one of this kind.
+
+    Args:
+        folder: Of the incident.
+        kind: ``failure`` or ``hang``.
+        info: The group whose rank names this process.
+        why: What has happened, in a line.
+        error: The error that is the reason.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    rank = global_rank(info)
+    path = folder / f"{kind}-{rank}.json"
+    if path.exists():
+        return
+    part = part_of(info, why, error)
+    folders.write(path, json.dumps(part, default=repr))
+    folders.write(folder / f"{DUMP}{rank}", encode(recorder.recording(rank)))
+
+
+def part_of(info: GroupInfo, why: str, error: BaseException | None) -> dict[str, Any]:
+    """Return the part of a rank as plain data."""
+    thread_id = threading.main_thread().ident or 0
+    witness = Witness(metrics.instrument, recorder, thread_id, lambda: info)
+    state = witness.state(HISTORY)
+    state["threads"] = stacks()
+    if (
+        error is not None
+        and state["main"]["library"] in ("observability", "dist2")
+        and not state["in_flight"]
+    ):
+        _show_raised(state, error)
+    for uid, traffic in witness.traffic().items():
+        state["groups"].get(uid, {})["traffic"] = traffic
+    return {
+        "format": folders.FORMAT,
+        "rank": global_rank(info),
+        "world_size": len(info.global_ranks),
+        "at_s": time.time(),
+        "why": why,
+        "error": None if error is None else _error(error),
+        "outside": {} if error is None else _outside(info, blamed(error)),
+        "state": state,
+        "timeline": recent(recorder, global_rank(info), TRACE_S, TRACED).document(),
+        "kernel": {"process": attrs.asdict(look_at_pid(os.getpid())), "load": os.getloadavg(), **_memory()},
+        "versions": _versions(),
+        "program": sys.argv[:1],
+        "environment": shown_environment(),
+    }
+
+
+def _show_raised(state: dict[str, Any], error: BaseException) -> None:
+    """Have the main thread stand where it raised the error that ends the process: it is at exit by now."""
+    raised = [
+        {"name": each.name, "file": each.filename, "line": each.lineno or 0}
+        for each in reversed(traceback.extract_tb(error.__traceback__, MAX_FRAMES))
+    ]
+    if not raised:
+        return
+    first = raised[0]
+    place = f"{Path(str(first['file'])).name}:{first['line']} in {first['name']}"
+    state["main"] |= {"place": place, "file": first["file"], "line": first["line"], "inside": None}
+    for thread in state["threads"]:
+        if thread["main"]:
+            thread["frames"] = raised
+
+
+def _error(error: BaseException) -> dict[str, Any]:
+    return {
+        "type": type(error).__name__,
+        "message": str(error)[:2000],
+        "traceback": "".join(traceback.format_exception(error))[-20_000:],
+        "blames": blamed(error),
+    }
+
+
+def _outside(info: GroupInfo, ranks: Iterable[int]) -> dict[str, Any]:
+    """Return how the processes of other ranks look, where they are of this host: they may write nothing."""
+    group = next((each for each in open_groups() if each.info is info), None)
+    if group is None:
+        return {}
+    found, process_of = {}, group.backend.names.process_of
+    for rank in ranks:
+        told = process_of(info.global_ranks.index(rank)) if rank in info.global_ranks else ""
+        pid = int(told.rpartition(" ")[2]) if told else 0
+        if pid and pid != os.getpid() and told == host_and_pid(socket.gethostname(), pid):
+            found[str(rank)] = attrs.asdict(look_at_pid(pid))
+    return found
+
+
+def _memory() -> dict[str, str]:
+    """Return the memory of this process and of the host, as the kernel tells it."""
+    wanted = {
+        "/proc/self/status": ("VmRSS", "VmSwap", "Threads"),
+        "/proc/meminfo": ("MemAvailable", "SwapFree"),
+    }
+    found: dict[str, str] = {}
+    for path, names in wanted.items():
+        try:
+            lines = Path(path).read_text().splitlines()
+        except OSError:
+            continue
+        fields = dict(line.split(":", 1) for line in lines if ":" in line)
+        found |= {name: fields[name].strip() for name in names if name in fields}
+    return found
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "dist2": dist2_version(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+    }

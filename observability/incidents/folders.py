@@ -1,0 +1,144 @@
+"""The folders of incidents: one for each trouble of a job, bounded in number, size and age.
+
+Ranks of a host find the folder of their job by its name, under a lock on a file beside it. On a shared file
+system (``DIST2_INCIDENTS``) the ranks of all hosts do.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import attrs
+
+from dist2.runtime.config import Config
+from observability import token_files
+
+FORMAT = 1
+HEAD = "incident.json"
+JOIN_S = 60.0
+"""Parts of one job that are written within this time belong to one incident."""
+MOST = 32
+"""Incidents that are kept."""
+MOST_BYTES = 256 << 20
+"""Size of all incidents; the oldest are removed."""
+MOST_AGE_S = 14 * 86400.0
+PART_BYTES = 8 << 20
+"""Size of a file of an incident; a longer one is left out."""
+_NAME = re.compile(r"\d{8}-\d{6}-[\w.-]{1,64}")
+
+
+@attrs.frozen
+class Folder:
+    """The folder of an incident.
+
+    Attributes:
+        path: Its path.
+        is_new: Whether this call has made it.
+    """
+
+    path: Path
+    is_new: bool
+
+
+def root_of(config: Config) -> Path | None:
+    """Return the folder that incidents are written to; None if they are switched off."""
+    if config.incidents == "0":
+        return None
+    return token_files.folder() / "incidents" if config.incidents is None else Path(config.incidents)
+
+
+def joined(root: Path, job: str, name: str) -> Folder:
+    """Return the folder of the trouble that a job has now; make it if there is none.
+
+    Args:
+        root: Where incidents are.
+        job: Equal on all ranks of the job.
+        name: Of its first group.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    with _locked(root):
+        key = re.sub(r"[^\w.]", "", job)[:12]
+        for path in sorted(root.glob(f"*-{key}"), reverse=True)[:1]:
+            if time.time() - _created(path) < JOIN_S:
+                return Folder(path, is_new=False)
+        slug = re.sub(r"[^\w.]+", "-", name)[:40]
+        path = root / f"{time.strftime('%Y%m%d-%H%M%S')}-{slug}-{key}"
+        path.mkdir(mode=0o700)
+        head = {"format": FORMAT, "job": job, "name": name, "at_s": time.time()}
+        (path / HEAD).write_text(json.dumps(head))
+        _remove_old(root)
+        return Folder(path, is_new=True)
+
+
+def named(root: Path, name: str, job: str) -> Path:
+    """Return the folder of a name that another rank has chosen; make it if it is not here.
+
+    Raises:
+        ValueError: It is no name of a folder.
+        OSError: It cannot be made.
+    """
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"not a name of an incident: {name[:80]!r}")
+    with _locked(root):
+        path = root / name
+        if not path.exists():
+            path.mkdir(mode=0o700)
+            head = {"format": FORMAT, "job": job, "name": name, "at_s": time.time()}
+            (path / HEAD).write_text(json.dumps(head))
+        return path
+
+
+def write(path: Path, data: bytes | str) -> None:
+    """Write a file of an incident in one step, unless it is there or too long.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    content = data.encode(errors="replace") if isinstance(data, str) else data
+    if path.exists() or len(content) > PART_BYTES:
+        return
+    partial = path.with_name(f".{os.getpid()}.part")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    root.mkdir(mode=0o700, exist_ok=True)
+    if root.lstat().st_uid != os.getuid():
+        raise PermissionError(f"{root} belongs to another user")
+    with os.fdopen(os.open(root / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _created(path: Path) -> float:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return float(json.loads((path / HEAD).read_text())["at_s"])
+    return 0.0
+
+
+def _remove_old(root: Path) -> None:
+    """Remove the oldest incidents beyond the bounds; the newest always stays."""
+    found = [path for path in root.iterdir() if (path / HEAD).is_file()]
+    found.sort(key=_created, reverse=True)
+    total = 0
+    for index, path in enumerate(found):
+        total += sum(each.lstat().st_size for each in path.iterdir())
+        is_old = time.time() - _created(path) > MOST_AGE_S
+        if index and (index >= MOST or total > MOST_BYTES or is_old):
+            shutil.rmtree(path, ignore_errors=True)

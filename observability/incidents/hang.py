@@ -1,0 +1,150 @@
+"""Incidents of a job that waits, and what happens then: ``DIST2_ON_HANG``.
+
+Theory of operation. A rank that waits asks a control plane, the *hub*, which ranks are missing
+(`observability.job.watch`). The hub keeps its diagnoses: a wait that two of them have, with one reason, is
+confirmed. The hub then asks all ranks for their stacks and last operations, writes these into the folder of
+the incident, and has each rank write its own part; a rank that cannot answer is seen from outside. After
+that, each rank carries out the policy. So the evidence is complete before anything is ended.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+from dist2.errors import GroupAbortedError
+from dist2.group.open_groups import open_groups
+from dist2.operation.signature import Operation
+from dist2.runtime import exit_report
+from observability.flight_recorder import global_rank
+from observability.flight_recorder import instrument as recorder
+from observability.incidents import folders
+from observability.incidents.recording import Recording
+from observability.job.diagnosis import Diagnosis, Key, diagnose
+from observability.job.gathering import RANK_S
+from observability.job.member import Member, job_document, stack_rows
+from observability.job.state import HISTORY
+
+EXIT_CODE = 86
+"""Exit code of a rank that ``DIST2_ON_HANG=exit`` ends."""
+OTHERS_S = 10.0
+"""How long the other ranks may take to write their parts."""
+SENTENCES = 3
+"""Sentences of the verdict that an error has."""
+
+log = logging.getLogger("dist2.incidents")
+
+
+class HangRecorder:
+    """Confirms waits of the job, and writes their incidents.
+
+    Args:
+        member: This rank.
+        recording: The incidents of this process; None writes none.
+        policy: ``observe``, ``abort`` or ``exit``.
+        after_s: Operations that are younger do not wait.
+    """
+
+    def __init__(self, member: Member, recording: Recording | None, policy: str, after_s: float) -> None:
+        self._member = member
+        self._recording = recording
+        self._policy = policy
+        self._after_s = after_s
+        self._before: dict[Key, tuple[int, ...]] = {}
+        self._confirmed: set[Key] = set()
+
+    def look(self, found: Diagnosis) -> None:
+        """Take note of a diagnosis of this rank: a wait that the one before has too is confirmed."""
+        has_reason = bool(found.culprits or found.cycles or found.divergences)
+        now = {each.key: found.culprits for each in found.waiting} if has_reason else {}
+        new = {key for key, culprits in now.items() if self._before.get(key) == culprits}
+        new -= self._confirmed
+        self._before = now
+        if new:
+            self._confirmed |= set(now)
+            threading.Thread(target=self._confirm, name="dist2-incident", daemon=True).start()
+
+    def _confirm(self) -> None:
+        """Ask all ranks; write the incident and carry out the policy, if the job still waits."""
+        member, began = self._member, time.monotonic()
+        answers = member.everyone(RANK_S, history=HISTORY, stacks=True, traffic=True)
+        found = diagnose(answers, self._after_s)
+        if not found.waiting:
+            return
+        verdict, folder = "; ".join(found.verdict[:SENTENCES]), None
+        log.warning("the job waits: %s", verdict, extra={"verdict": verdict, "rank": member.rank})
+        if self._recording is not None:
+            documents: dict[str, object] = {
+                "desync": found.document(),
+                "job": job_document(answers, found, member.rank, time.monotonic() - began),
+                "stacks": stack_rows(answers),
+            }
+            folder = self._written(self._recording, documents)
+        if self._policy == "observe" and folder is None:
+            return
+        name = "" if folder is None else folder.name
+        request: dict[str, object] = {"folder": name, "why": verdict, "then": self._policy}
+        member.ask_others("/job/incident", request, OTHERS_S)
+        self.take_part(request)
+
+    def _written(self, recording: Recording, documents: dict[str, object]) -> Path | None:
+        """Write the answers of all ranks; return the folder, or None if that is impossible."""
+        info = recording.first or self._member.info()
+        assert info is not None  # an operation waits
+        try:
+            folder = folders.joined(recording.root, info.uid, info.name)
+            for name, document in documents.items():
+                folders.write(folder.path / f"{name}.json", json.dumps(document, default=repr))
+        except OSError as error:  # the policy holds without evidence, too
+            log.warning("the incident of a hang cannot be written: %s", error)
+            return None
+        recording.note(folder)
+        return folder.path
+
+    def take_part(self, request: dict[str, object]) -> None:
+        """Write the part of this rank, and carry out the policy, as a rank has asked that confirmed a wait.
+
+        Raises:
+            KeyError, ValueError: It is no such request.
+        """
+        name, why, then = str(request["folder"]), str(request["why"])[:4000], str(request["then"])
+        if then not in ("observe", "abort", "exit"):
+            raise ValueError(f"then must be observe, abort or exit, got {then[:80]!r}")
+        where = self._take_part(name, why) if name else None
+        if then != "observe":
+            why += "" if where is None else f"; incident: {where}"
+            act = threading.Thread(target=self._act, args=(then, why), name="dist2-hang", daemon=True)
+            act.start()  # after the answer to the request
+
+    def _take_part(self, name: str, why: str) -> Path | None:
+        """Write the part of this rank; return the folder, or None where incidents are off."""
+        info, recording = self._member.info(), self._recording
+        if recording is None or info is None:
+            return None
+        from observability.incidents.evidence import write_part
+
+        path = folders.named(recording.root, name, (recording.first or info).uid)
+        write_part(path, "hang", info, why, None)
+        recording.joined(path)
+        return path
+
+    def _act(self, then: str, why: str) -> None:
+        """Abort the groups of this rank, or end this process."""
+        words = f"DIST2_ON_HANG={then}, as the job waited: {why}"
+        log.error("rank %d: %s", self._member.rank, words)
+        if then == "exit":
+            exit_report.report(GroupAbortedError(words))
+            os._exit(EXIT_CODE)  # the main thread waits, and no exception can be raised in it
+
+        def note(operation: Operation) -> None:
+            if operation.error is not None:
+                operation.error.add_note(words)
+
+        recorder.on_broken.append(note)
+        for group in open_groups():
+            if global_rank(group.info) == self._member.rank:
+                group._abort_for(GroupAbortedError(words))

@@ -1,0 +1,142 @@
+"""Read an incident offline: the verdict, the ranks and their stacks, as a control plane would answer."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from dist2.runtime.rank_names import rank_names
+from observability.incidents import folders
+from observability.job.diagnosis import Answer, diagnose
+from observability.job.member import job_document, stack_rows
+
+NO_PART = "it left no part in this incident"
+AFTER_S = 0.0
+"""Operations of any age count: a rank that failed was inside."""
+_AGES = re.compile(r"\d[\d.]* s\b")
+
+
+class NoIncidentError(ValueError):
+    """A folder is no incident; the message is one line."""
+
+
+@attrs.frozen
+class Incident:
+    """An incident that was read.
+
+    Attributes:
+        path: Its folder.
+        head: The content of ``incident.json``.
+        failures: The parts that ranks wrote when they failed, by rank.
+        hangs: The parts that ranks wrote while the job waited, by rank.
+    """
+
+    path: Path
+    head: dict[str, Any]
+    failures: dict[int, dict[str, Any]]
+    hangs: dict[int, dict[str, Any]]
+
+    @classmethod
+    def read(cls, path: Path) -> Incident:
+        """Read a folder.
+
+        Raises:
+            NoIncidentError: It is no incident, or of another version of dist2.
+        """
+        head = _json(path / folders.HEAD)
+        if not isinstance(head, dict) or head.get("format") != folders.FORMAT:
+            raise NoIncidentError(f"{path} is not an incident of this version of dist2: no {folders.HEAD}")
+        return cls(path, head, _parts(path, "failure"), _parts(path, "hang"))
+
+    @property
+    def parts(self) -> dict[int, dict[str, Any]]:
+        """The part of each rank: of the hang, which came first, or else of the failure."""
+        return dict(sorted((self.failures | self.hangs).items()))
+
+    def answers(self) -> dict[int, Answer]:
+        """Return the answer of each rank of the job, as its part has it."""
+        parts, outside = self.parts, dict[int, dict[str, Any]]()
+        for part in parts.values():
+            outside |= {int(rank): seen for rank, seen in part.get("outside", {}).items()}
+        world_size = max((part["world_size"] for part in parts.values()), default=0)
+        return {
+            rank: Answer(state=parts[rank]["state"])
+            if rank in parts
+            else Answer(silence=NO_PART, outside=outside.get(rank))
+            for rank in sorted({*range(world_size), *parts})
+        }
+
+    def desync(self) -> dict[str, Any]:
+        """Return the diagnosis as ``/desync`` has it: that of the control planes, and the failures."""
+        told: dict[str, Any] | None = _json(self.path / "desync.json")
+        failures, causes = list(self._failures()), sorted(self._causes())
+        if told is not None:  # failures of a job that waits are consequences
+            return {**told, "verdict": [*told["verdict"], *failures], "culprits": told["culprits"] or causes}
+        found = diagnose(self.answers(), AFTER_S).document()
+        verdict = [*failures, *found["verdict"]]
+        return {**found, "verdict": verdict, "culprits": causes or found["culprits"]}
+
+    def stacks(self) -> list[dict[str, Any]]:
+        """Return the threads of all ranks, as ``/stacks`` has them."""
+        rows = {row["rank"]: row for row in _json(self.path / "stacks.json") or ()}
+        known = {row["rank"]: row for row in stack_rows(self.answers())}
+        return [rows[rank] if not row["threads"] and rank in rows else row for rank, row in known.items()]
+
+    def job(self) -> dict[str, Any]:
+        """Return the state of all ranks, as ``/job`` has it."""
+        told: dict[str, Any] | None = _json(self.path / "job.json")
+        if told is not None:
+            return told
+        answers = self.answers()
+        return job_document(answers, diagnose(answers, AFTER_S), min(self.parts, default=0), 0.0)
+
+    def _failures(self) -> Iterator[str]:
+        """Yield a sentence for each failure; ranks with the same one are named together."""
+        alike: dict[tuple[str, str], list[int]] = defaultdict(list)
+        words: dict[tuple[str, str], str] = {}
+        for rank, part in self.failures.items():
+            error = part["error"] or {"type": "failure", "message": part["why"]}
+            key = error["type"], _AGES.sub("", error["message"])
+            alike[key].append(rank)
+            words.setdefault(key, f"{error['type']}: {error['message']}{_place(error)}")
+        for key, ranks in sorted(alike.items(), key=lambda pair: (len(pair[1]), pair[1])):
+            yield f"{rank_names(ranks)} failed: {words[key]}"
+
+    def _causes(self) -> set[int]:
+        """Return the ranks that failed by themselves, or else those that others blame and that blame none."""
+        errors = {rank: part["error"] for rank, part in self.failures.items() if part["error"]}
+        alone = {rank for rank, error in errors.items() if not error["blames"] and not _is_ours(error)}
+        blamed = {int(each) for error in errors.values() for each in error["blames"]}
+        return alone or {rank for rank in blamed if rank not in errors or not errors[rank]["blames"]}
+
+
+def _place(error: dict[str, Any]) -> str:
+    """Return where an uncaught error was raised; empty if that is in the message."""
+    found = re.findall(r'(?m)^  File "(.+?)", line (\d+), in (\S+)', error.get("traceback", ""))
+    if not found or _is_ours(error):
+        return ""
+    file, line, function = found[-1]
+    return f", raised at {Path(file).name}:{line} in {function}"
+
+
+def _is_ours(error: dict[str, Any]) -> bool:
+    """Whether an error is of an operation, whose message has the place of the call."""
+    return " in group " in error["message"]
+
+
+def _parts(path: Path, kind: str) -> dict[int, dict[str, Any]]:
+    found = [_json(each) for each in path.glob(f"{kind}-*.json")]
+    return {part["rank"]: part for part in sorted(filter(None, found), key=lambda part: part["rank"])}
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None

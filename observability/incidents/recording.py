@@ -1,0 +1,85 @@
+"""Writes incidents: of failed operations, of uncaught exceptions, and of hangs that are confirmed."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import attrs
+
+from dist2.errors import GroupAbortedError
+from dist2.operation.signature import GroupInfo, Operation
+from dist2.runtime import exit_report
+from observability.flight_recorder import global_rank
+from observability.incidents import folders
+
+log = logging.getLogger("dist2.incidents")
+
+
+@attrs.define
+class Recording:
+    """The incidents of this process.
+
+    Attributes:
+        root: Where incidents are written.
+        first: The group that was opened first: its id names the job, as it is equal on all ranks.
+        latest: The latest incident of this process.
+        is_mine: Whether this process has made that folder: then it tells the path.
+    """
+
+    root: Path
+    first: GroupInfo | None = None
+    latest: Path | None = None
+    is_mine: bool = False
+
+    def opened(self, info: GroupInfo) -> None:
+        """Take note of a group."""
+        if self.first is None:
+            self.first = info
+
+    def broken(self, operation: Operation) -> None:
+        """Write the part of the rank whose operation has failed."""
+        if not isinstance(operation.error, GroupAbortedError):  # by this process: on purpose
+            why = f"{operation.describe()} failed"
+            self.write("failure", operation.signature.group, why, operation.error)
+
+    def raised(self, error: BaseException | None) -> None:
+        """Write the part of this rank, which an uncaught exception ends."""
+        on_purpose = (SystemExit, KeyboardInterrupt, GroupAbortedError)
+        if self.first is None or error is None or isinstance(error, on_purpose):
+            return
+        self.write("failure", self.first, f"{type(error).__name__} ends the process", error)
+
+    def write(self, kind: str, info: GroupInfo, why: str, error: BaseException | None = None) -> Path | None:
+        """Write the part of a rank; return the folder, or None if that is impossible."""
+        try:
+            from observability.incidents.evidence import write_part
+
+            job = self.first or info
+            folder = folders.joined(self.root, job.uid, job.name)
+            write_part(folder.path, kind, info, why, error)
+        except Exception:  # the failure itself must reach the program
+            log.warning("the incident of rank %d cannot be written", global_rank(info), exc_info=True)
+            return None
+        self.note(folder)
+        return folder.path
+
+    def note(self, folder: folders.Folder) -> None:
+        """Remember an incident; the process that has made its folder tells the path."""
+        self.joined(folder.path)
+        if folder.is_new:
+            self.is_mine = True
+            log.warning("incident: %s", folder.path, extra={"path": str(folder.path)})
+
+    def joined(self, path: Path) -> None:
+        """Remember an incident that this rank has a part in."""
+        self.latest, exit_report.incident = path, str(path)
+
+    def last_words(self, error: BaseException | None) -> None:
+        """Tell the path again as the last line of a process that an error ends."""
+        if error is not None and self.is_mine and sys.stderr is not None:
+            with suppress(OSError, ValueError):
+                sys.stderr.write(f"dist2: incident: {self.latest}, read it with: dist2 why {self.latest}\n")
+                sys.stderr.flush()

@@ -1,0 +1,303 @@
+"""Incidents: the evidence of failures and hangs, read after all processes have ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from support.captured_logs import logged
+from support.programs import run
+from support.ranks import Tenant, run_ranks
+from support.torch_analyser import analyse, complaints
+from support.warm_interpreter import CHILDREN, warm_executable, warm_python
+
+import observability
+from dist2 import GroupAbortedError, ProcessGroup
+from dist2.cli.app import cli
+from dist2.errors import Dist2Error, InvalidUsageError, OperationTimeoutError
+from dist2.runtime.config import Config, shown_environment
+from observability.flight_recorder import instrument
+from observability.incidents import folders
+from observability.incidents.hang import EXIT_CODE, HangRecorder
+from observability.incidents.recording import Recording
+from observability.job.diagnosis import Answer, Diagnosis, Missing, Waiting
+
+INPROC = Tenant("inproc", "socket", {"transport": "inproc"})
+
+
+def why(folder: Path, *options: str) -> Result:
+    return CliRunner().invoke(cli, ["why", str(folder), *options])
+
+
+# Folders
+
+
+@pytest.mark.parametrize(
+    ("text", "on_hang", "expected"),
+    [("", "", (None, "observe")), ("0", "Abort", ("0", "abort")), ("1", "exit", (None, "exit"))],
+)
+def test_the_variables(text: str, on_hang: str, expected: tuple[str | None, str]) -> None:
+    config = Config.from_environment({"DIST2_INCIDENTS": text, "DIST2_ON_HANG": on_hang})
+    assert (config.incidents, config.on_hang) == expected
+
+
+def test_the_folder_of_all_incidents(tmp_path: Path) -> None:
+    assert folders.root_of(Config(incidents="0")) is None
+    assert folders.root_of(Config(incidents=str(tmp_path))) == tmp_path
+    private = folders.root_of(Config())
+    assert private is not None
+    assert private.name == "incidents"
+    assert private.parent.name == f"dist2-{os.getuid()}"
+    with pytest.raises(InvalidUsageError, match="DIST2_ON_HANG"):
+        Config.from_environment({"DIST2_ON_HANG": "kill"})
+
+
+def test_parts_of_one_trouble_meet_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = folders.joined(tmp_path, "a1b2", "my job/x")
+    assert first.is_new
+    assert re.fullmatch(r"\d{8}-\d{6}-my-job-x-a1b2", first.path.name)
+    assert folders.joined(tmp_path, "a1b2", "my job/x") == folders.Folder(first.path, is_new=False)
+    assert folders.joined(tmp_path, "other", "job").is_new
+    monkeypatch.setattr(folders, "JOIN_S", 0.0)
+    monkeypatch.setattr(time, "strftime", lambda form: "20990101-000000")
+    later = folders.joined(tmp_path, "a1b2", "my job/x")
+    assert later.is_new
+    assert folders.named(tmp_path, later.path.name, "a1b2") == later.path
+    for name in ("../x", "x", "20990101-000000-a/b"):
+        with pytest.raises(ValueError, match="not a name of an incident"):
+            folders.named(tmp_path, name, "a1b2")
+
+
+def test_old_incidents_are_removed_and_other_folders_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "MOST", 2)
+    monkeypatch.setattr(folders, "MOST_BYTES", 10_000)
+    (tmp_path / "mine").mkdir()
+    made = []
+    for number in range(4):
+        monkeypatch.setattr(time, "strftime", lambda form, number=number: f"20260101-00000{number}")
+        made.append(folders.joined(tmp_path, f"job{number}", "x").path)
+    assert [path.exists() for path in made] == [False, False, True, True]
+    folders.write(made[3] / "part.json", "x" * 20_000)
+    newest = folders.joined(tmp_path, "job", "x").path
+    assert not made[3].exists(), "it is too large"
+    assert newest.exists()
+    assert (tmp_path / "mine").exists()
+    folders.write(newest / "part.json", "a")
+    folders.write(newest / "part.json", "b")
+    folders.write(newest / "huge", b"x" * (folders.PART_BYTES + 1))
+    assert (newest / "part.json").read_text() == "a"
+    assert not (newest / "huge").exists()
+
+
+def test_the_environment_is_shown_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIST2_CONTROL_TOKEN", "tell nobody")
+    monkeypatch.setenv("NCCL_PROXY", "http://me:tell-nobody@host")
+    monkeypatch.setenv("MY_DATABASE", "tell nobody")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    shown = shown_environment()
+    assert "nobody" not in str(shown)
+    assert (shown["NCCL_DEBUG"], shown["DIST2_CONTROL_TOKEN"]) == ("INFO", "(hidden)")
+
+
+# Failures
+
+
+def test_a_failure_is_explained_after_the_end(tmp_path: Path) -> None:
+    recording, failed = Recording(tmp_path), threading.Event()
+
+    def body(pg: ProcessGroup) -> None:
+        recording.opened(pg.info)
+        pg.barrier()
+        if pg.rank() == 1:
+            assert failed.wait(20)
+            return
+        with pytest.raises(OperationTimeoutError):
+            pg.all_reduce(torch.ones(2), timeout=0.3)
+        failed.set()
+
+    instrument.on_broken.append(recording.broken)
+    try:
+        with logged() as records:
+            run_ranks(2, body, INPROC)
+    finally:
+        instrument.on_broken.remove(recording.broken)
+    (folder,) = tmp_path.glob("2*")
+    assert recording.latest == folder
+    assert f"incident: {folder}" in [each["event"] for each in records]
+    told = why(folder)
+    assert told.exit_code == 1, told
+    assert "rank 0 failed: OperationTimeoutError: all_reduce" in told.output
+    assert "rank 1 is waited for by rank 0 in all_reduce" in told.output
+    assert json.loads(why(folder, "--json").output)["culprits"] == [1]
+    part = json.loads((folder / "failure-0.json").read_text())
+    assert {"versions", "kernel", "environment", "timeline", "state"} <= set(part)
+    assert part["versions"]["torch"] == torch.__version__
+    for path in (folder, *folder.iterdir()):
+        assert not path.stat().st_mode & 0o077 or path.parent == folder, path
+
+
+def test_a_folder_that_is_no_incident_is_refused(tmp_path: Path) -> None:
+    for command in (["why", str(tmp_path)], ["report", str(tmp_path), "-o", str(tmp_path / "x.html")]):
+        told = CliRunner().invoke(cli, command)
+        assert told.exit_code == 2
+        assert "is not an incident" in told.output
+
+
+# Hangs
+
+
+def diagnosis(culprit: int, seq: int) -> Diagnosis:
+    missing = Missing(culprit, "", "it sleeps", answers=True)
+    waiting = Waiting(("uid", seq, False, -1), "g", "barrier", "barrier()", "", (0,), 2.0, (missing,))
+    return Diagnosis(verdict=("it sleeps",), culprits=(culprit,), waiting=(waiting,))
+
+
+class Asked:
+    """A member of a job that waits, or no longer does, when it is asked once more."""
+
+    rank = 0
+
+    def __init__(self) -> None:
+        self.asked = threading.Semaphore(0)
+        self.requests: list[dict[str, Any]] = []
+
+    def everyone(self, limit_s: float, **wanted: object) -> dict[int, Answer]:
+        self.asked.release()
+        return {}
+
+    def ask_others(self, path: str, body: dict[str, Any], limit_s: float) -> dict[int, Any]:
+        self.requests.append(body)
+        return {}
+
+
+def test_a_wait_is_confirmed_by_a_second_look() -> None:
+    member = Asked()
+    hang: Any = HangRecorder(member, None, "abort", 1.0)  # type: ignore[arg-type]
+    for found in (diagnosis(1, 7), diagnosis(2, 7), diagnosis(2, 8), Diagnosis(), diagnosis(2, 8)):
+        hang.look(found)
+    assert not member.asked.acquire(blocking=False), "no two looks in a row have one wait and one culprit"
+    hang.look(diagnosis(2, 8))
+    assert member.asked.acquire(timeout=20)
+    hang.look(diagnosis(2, 8))
+    wait_for(lambda: "dist2-incident" not in {thread.name for thread in threading.enumerate()})
+    assert not member.asked.acquire(blocking=False), "once for each wait"
+    assert not member.requests, "the job goes on"
+    with pytest.raises(ValueError, match="then must be observe, abort or exit"):
+        hang.take_part({"folder": "", "why": "", "then": "reboot"})
+
+
+def test_abort_raises_on_all_ranks_with_the_verdict(tmp_path: Path) -> None:
+    recording, errors = Recording(tmp_path), dict[int, BaseException]()
+    over, hooks = threading.Barrier(2), list(instrument.on_broken)
+
+    def body(pg: ProcessGroup) -> None:
+        recording.opened(pg.info)
+        with observability.start(pg, announce=False, waiting_after_s=0.3) as server:
+            hang = server._member.hang
+            assert hang is not None
+            hang._recording, hang._policy = recording, "abort"
+            pg.barrier()
+            if pg.rank() == 1:
+                wait_for(lambda: pg.is_closed)
+            else:
+                with pytest.raises(Dist2Error) as raised:
+                    pg.all_reduce(torch.ones(2))
+                errors[0] = raised.value
+            over.wait(20)
+
+    try:
+        run_ranks(2, body, INPROC)
+    finally:
+        instrument.on_broken[:] = hooks
+    notes = " ".join([str(errors[0]), *getattr(errors[0], "__notes__", ())])
+    assert "DIST2_ON_HANG=abort, as the job waited: rank 1 " in notes
+    (folder,) = tmp_path.glob("2*")
+    assert folder.name in notes
+    names = {path.name for path in folder.iterdir()}
+    assert {"desync.json", "job.json", "stacks.json", "hang-0.json", "hang-1.json"} <= names
+    _, said = analyse(folder)
+    assert complaints(said), said
+    assert json.loads(why(folder, "--json").output)["culprits"] == [1]
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# Whole jobs
+
+HANGING = """
+import time
+import torch, dist2
+
+pg = dist2.new_group("socket", 60, name="training")
+pg.all_reduce(torch.ones(4))
+if pg.rank() == 1:
+    time.sleep(600)  # line 8
+pg.all_reduce(torch.ones(4))
+"""
+
+RAISING = """
+import torch, dist2
+
+pg = dist2.new_group("socket", 60, name="training")
+pg.all_reduce(torch.ones(4))
+if pg.rank() == 1:
+    raise ValueError("a <bad> batch")  # line 7
+pg.all_reduce(torch.ones(4))
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "line"), [(HANGING, EXIT_CODE, 8), (RAISING, 1, 7)], ids=["hang", "exception"]
+)
+def test_a_job_that_ended_is_explained_by_its_incident(
+    program: str, code: int, line: int, tmp_path: Path
+) -> None:
+    script, root = tmp_path / "train.py", tmp_path / "incidents"
+    script.write_text(program)
+    warm_executable()
+    variables = {"DIST2_INCIDENTS": str(root), "DIST2_ON_HANG": "exit", "DIST2_WAITING": "0.5"}
+    ended = run([*warm_python(), CHILDREN, "-m", "dist2.run", "-n", "2", script], variables=variables)
+    assert ended.code == code, ended
+    (folder,) = root.glob("2*")
+    last = ended.errors.splitlines()[-1]
+    assert last == f"incident: {folder}, read it with: dist2 why {folder}"
+    told = why(folder)
+    assert told.exit_code == 1
+    assert f"train.py:{line} in <module>" in told.output
+    assert json.loads(why(folder, "--json").output)["culprits"] == [1]
+    page = tmp_path / "report.html"
+    assert CliRunner().invoke(cli, ["report", str(folder), "-o", str(page)]).exit_code == 0
+    text = page.read_text()
+    assert "Culprits: <span class=bad>1</span>" in text
+    assert f"train.py:{line}" in text
+    assert "<bad>" not in text
+    assert "src=" not in text, "it loads nothing"
+
+
+def test_an_abort_of_the_program_is_no_incident(tmp_path: Path) -> None:
+    recording = Recording(tmp_path)
+    recording.raised(ValueError("before the first group"))
+
+    def body(pg: ProcessGroup) -> None:
+        recording.opened(pg.info)
+        recording.raised(GroupAbortedError("on purpose"))
+        recording.raised(SystemExit(1))
+
+    run_ranks(1, body, INPROC)
+    assert not list(tmp_path.iterdir())
