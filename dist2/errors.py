@@ -326,6 +326,30 @@ class GroupAbortedError(Dist2Error, DistBackendError):
     """
 
 
+class NanError(Dist2Error, ArithmeticError):
+    """A group with ``check_nan=True`` was given a tensor with a NaN; nothing was sent.
+
+    Attributes:
+        tensor: The argument: ``"the input"``, or ``"inputs[2]"`` of a list.
+        index: Index of its first NaN.
+
+    Examples:
+        >>> with dist2.new_group("fake", rank=0, world_size=2, check_nan=True) as checked:
+        ...     try:
+        ...         checked.all_reduce(torch.tensor([1.0, float("nan")]))
+        ...     except dist2.NanError as error:
+        ...         print(error.tensor, error.index)
+        the input (1,)
+    """
+
+    def __init__(
+        self, message: str, *, tensor: str = "", index: tuple[int, ...] = (), **where: Unpack[Where]
+    ) -> None:
+        super().__init__(message, **where)
+        self.tensor = tensor
+        self.index = index
+
+
 class RanksFailedError(Dist2Error):
     """Ranks that `dist2.launch.local` started raised or died; the message has the traceback of each.
 

@@ -64,6 +64,7 @@ class GroupSpec:
         timeout_s: Default limit of an operation and of building the group, in seconds.
         device: Where the group's tensors live by default.
         options: The keyword arguments of `new_group`, unchecked.
+        check_nan: Whether operations refuse inputs with NaN.
 
     Args:
         store: Shared by its members.
@@ -76,6 +77,7 @@ class GroupSpec:
     device: torch.device
     options: Mapping[str, object] = attrs.field(factory=dict)
     _prefix: str = ""
+    check_nan: bool = False
 
     @cached_property
     def store(self) -> Store:
@@ -85,7 +87,7 @@ class GroupSpec:
     def within(self, prefix: str, info: GroupInfo, timeout_s: float) -> GroupSpec:
         """Return the spec of a group whose members meet under a prefix of this one's store."""
         below = f"{self._prefix}/{prefix}" if self._prefix else prefix
-        return GroupSpec(info, self._root, timeout_s, self.device, self.options, below)
+        return GroupSpec(info, self._root, timeout_s, self.device, self.options, below, self.check_nan)
 
     @contextmanager
     def building(self) -> Iterator[GroupSpec]:
@@ -97,7 +99,7 @@ class GroupSpec:
 
     def at(self, store: Store, info: GroupInfo, timeout_s: float) -> GroupSpec:
         """Return the spec of a group whose members meet in another store."""
-        return GroupSpec(info, store, timeout_s, self.device, self.options)
+        return GroupSpec(info, store, timeout_s, self.device, self.options, check_nan=self.check_nan)
 
 
 def ignore_revocation(error: GroupRevokedError) -> None:

@@ -218,7 +218,6 @@ class C10dApi(GroupParts):
         "new_window",
         "no backend of dist2 has one-sided operations; of torch's, nccl2 does (torch 2.14, CUDA)",
     )
-    register_pre_hook = _refusing("register_pre_hook", "an instrument of observability sees operations begin")
     register_post_hook = _refusing("register_post_hook", "call register_completion_hook")
     register_abort_hook = _refusing("register_abort_hook", "operations raise the error, and get_error has it")
 

@@ -22,10 +22,12 @@ from dist2.operation.signature import GroupInfo
 from dist2.rendezvous import Meeting, rendezvous
 from dist2.rendezvous.joining import agree, join_group, object_to
 from dist2.runtime.arguments import check_names, check_rank, check_store, check_world_size
-from dist2.runtime.config import Config
+from dist2.runtime.config import Config, environment_flag
 from dist2.runtime.deadline import seconds
 from dist2.runtime.resources import scarce_resources
 from dist2.store import HashStore
+
+_NAN_CHECK = "TORCH_DIST_NAN_CHECK"
 
 When: TypeAlias = timedelta | float | None
 Device: TypeAlias = str | torch.device
@@ -65,6 +67,7 @@ def new_group(
     world_size: int | None = None,
     name: str | None = None,
     desc: str = "",
+    check_nan: bool | None = None,
     **options: object,
 ) -> ProcessGroup:
     """Return a new process group; all its ranks call this, and each gets its own object.
@@ -89,6 +92,8 @@ def new_group(
         world_size: Number of ranks; by default from the URL or the environment.
         name: The group's name in c10d.
         desc: Free text, shown by the control plane.
+        check_nan: Whether operations refuse tensors with NaN, before anything is sent (`NanError`); also of
+            groups derived from this one. Default: ``TORCH_DIST_NAN_CHECK``, or False.
         **options: For the backend; see its documentation. Type checkers know those of dist2's backends; pass
             others as ``**mapping``.
 
@@ -117,6 +122,7 @@ def new_group(
     backend = single_name(backend)
     checked_device = _device(device)
     check_names(name, desc)
+    checks_nan = environment_flag(_NAN_CHECK, False) if check_nan is None else check_nan
     factory = None if registered_factory(backend) is not None else builtin_factory(backend)
     if config.instruments:
         dispatch.load_defaults()
@@ -148,7 +154,7 @@ def new_group(
             rank=rank,
             global_ranks=tuple(range(world_size)),
         )
-        spec = GroupSpec(info, scoped, timeout_s, checked_device, options)
+        spec = GroupSpec(info, scoped, timeout_s, checked_device, options, check_nan=checks_nan)
         return _group(spec, _built(spec))
 
 

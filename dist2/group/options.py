@@ -20,6 +20,7 @@ class FakeOptions(TypedDict, total=False):
     world_size: int | None
     name: str | None
     desc: str
+    check_nan: bool | None
 
 
 class SocketOptions(FakeOptions, total=False):

@@ -31,6 +31,7 @@ from dist2.errors import (
 )
 from dist2.group import open_groups
 from dist2.group.collectives import Collectives
+from dist2.group.hooks import PreHooks, check_nan
 from dist2.group.objects import ObjectCollectives
 from dist2.group.point_to_point import PointToPoint
 from dist2.membership.fault_tolerance import FaultTolerance
@@ -59,6 +60,7 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
     ObjectCollectives,
     Collectives,
     PointToPoint,
+    PreHooks,
     TorchProcessGroup,
 ):
     """A set of ranks that call collectives together.
@@ -137,6 +139,8 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
         except InvalidUsageError:
             backend.shutdown()
             raise
+        if spec.check_nan:
+            self.register_pre_hook(check_nan)
         dispatch.group_opened(self)
 
     # Identity

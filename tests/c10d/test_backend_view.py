@@ -91,7 +91,6 @@ def test_the_view_answers_for_the_names_of_torch_2_14(pg: dist2.ProcessGroup, vi
     ("name", "remedy"),
     [
         ("new_window", "nccl2"),
-        ("register_pre_hook", "observability"),
         ("register_post_hook", "register_completion_hook"),
         ("register_abort_hook", "get_error"),
     ],

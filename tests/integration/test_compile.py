@@ -81,7 +81,7 @@ GROUP_CALLS: dict[str, Call] = {
     "register_abort_hook": lambda pg, x: pg.register_abort_hook(1, print),
     "register_completion_hook": lambda pg, x: pg.register_completion_hook(print),
     "register_post_hook": lambda pg, x: pg.register_post_hook(1, print),
-    "register_pre_hook": lambda pg, x: pg.register_pre_hook(1, print),
+    "register_pre_hook": lambda pg, x: pg.register_pre_hook(print),
     "revoke": lambda pg, x: pg.revoke(),
     "scatter": lambda pg, x: pg.scatter(x, [x + 1], 0),
     "scatter_object": lambda pg, x: pg.scatter_object(["said"], 0),
