@@ -37,6 +37,7 @@ from dist2.group.point_to_point import PointToPoint
 from dist2.membership.fault_tolerance import FaultTolerance
 from dist2.membership.monitored_barrier import monitored_barrier
 from dist2.membership.subgroups import Opener, Subgroups
+from dist2.operation.awaiting import in_thread
 from dist2.operation.coalescing import Batch
 from dist2.operation.instruments import dispatch
 from dist2.operation.runner import OperationRunner, Timeout
@@ -538,5 +539,15 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.shutdown()
+        else:
+            self._abort_for(error)
+
+    async def __aenter__(self) -> ProcessGroup:
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Do as `__exit__`, in a thread of the event loop's pool: other tasks go on."""
+        if error is None:
+            await in_thread(self.shutdown)
         else:
             self._abort_for(error)

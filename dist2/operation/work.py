@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import cache
@@ -23,6 +23,7 @@ from torch.distributed import Work as TorchWork
 
 from dist2.compiled import records
 from dist2.errors import GroupAbortedError, OperationTimeoutError
+from dist2.operation.awaiting import completed
 from dist2.operation.kinds import OpKind
 from dist2.operation.queue import refuse_to_wait
 from dist2.operation.signature import Operation
@@ -77,6 +78,9 @@ class Work(TorchWork):
         True
         >>> tensor
         tensor([2., 2.])
+
+    In a coroutine, ``tensors = await pg.all_reduce(tensor, async_op=True)`` waits without blocking the event
+    loop of asyncio or trio.
     """
 
     # Those that are complete are also made in C, which knows the slots: see `records.adopt` below.
@@ -227,6 +231,21 @@ class Work(TorchWork):
         """
         self.wait()
         return list(self.outputs)
+
+    def __await__(self) -> Generator[Any, Any, list[torch.Tensor]]:
+        """Wait in a task of asyncio or trio; return the output tensors, or raise the operation's error.
+
+        A task that is cancelled, or whose `asyncio.timeout` passes, stops waiting. The operation goes on: it
+        keeps its tensors until it is complete, the group stays usable, and the Work may be awaited again.
+        """
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> list[torch.Tensor]:
+        if self._pending is not None and not self._pending.done():
+            if self.helper is not None:
+                self.helper(PAST_NS)  # no thread waits for this Work
+            await completed(self.add_done_callback)
+        return self.result()
 
     def source_rank(self) -> int:
         """Return the group rank that a receive got its message from.
