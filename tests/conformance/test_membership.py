@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import TENANTS, Tenant, plugin_tenants, run_ranks
+from support.time_limits import in_time
 
 from dist2 import (
     Agreement,
@@ -157,6 +158,34 @@ def test_revoking_one_group_leaves_the_others(tenant: Tenant) -> None:
     assert run_ranks(3, body, tenant) == [8.0] * 3
 
 
+def test_a_split_with_a_rank_that_has_left_names_it(tenant: Tenant) -> None:
+    def body(pg: ProcessGroup) -> None:
+        pg.barrier()
+        if pg.rank() == 0:
+            pg.shutdown()
+            pg.get_group_store().get("rank 1 knows")  # its links stay until then
+            return
+        try:
+            while not pg.backend.departed():
+                pg.backend.look()
+            error, took_s = timed(lambda: pg.split([1, 0]).barrier())
+            in_time(took_s, 1.0)
+            assert error.ranks == (1,)
+            assert "rank 0 (rank 1 of" in str(error)
+            assert "left the group" in str(error)
+        finally:
+            pg.get_group_store().set("rank 1 knows", "yes")
+
+    run_ranks(2, body, tenant)
+
+
+def timed(call: Callable[[], object]) -> tuple[PeerLostError, float]:
+    began_s = time.monotonic()
+    with pytest.raises(PeerLostError) as caught:
+        call()
+    return caught.value, time.monotonic() - began_s
+
+
 @pytest.mark.parametrize("end", ["revoke", "abort"])
 def test_each_call_that_a_broken_group_ends_is_named_in_its_error(tenant: Tenant, end: str) -> None:
     """A message and a collective under way at once."""
@@ -168,6 +197,8 @@ def test_each_call_that_a_broken_group_ends_is_named_in_its_error(tenant: Tenant
             getattr(pg, end)()
             return
         works = [pg.irecv(torch.ones(2), 1), pg.all_reduce(torch.ones(3), async_op=True)]
+        while not works[1].operation.started_ns:  # it is queued
+            time.sleep(0.001)
         pg.get_group_store().set("rank 0 has called", "yes")
         errors = [failure(work.wait) for work in works]
         for error, call, seq in zip(

@@ -38,7 +38,7 @@ class MpiBackend(Messages):
 
     def split(self, spec: GroupSpec) -> MpiBackend:
         """Make a communicator of a subset of the members; only they call."""
-        return _connected(spec, self.control.split(spec))
+        return _connected(spec, self.control_of(spec))
 
     def reconfigure(self, spec: GroupSpec, handles: Sequence[str]) -> MpiBackend:
         """Meet over new control links, then make a communicator; all processes are of this MPI job."""

@@ -142,7 +142,7 @@ class NcclBackend(Controlled):
         communicators are made from this group's where all its ranks are members, and else anew. Where some
         have found this group broken or busy and others have not, the members agree not to need it.
         """
-        own, control = self.spec.info.global_ranks, self.control.split(spec)
+        own, control = self.spec.info.global_ranks, self.control_of(spec)
 
         def meet(meeting: Meeting) -> Communicators:
             parent = self._launcher.communicators

@@ -216,11 +216,18 @@ class AgreedBackend(Controlled):
 
         They meet in the group's store. Where a rank of this group is gone, its store may be too: then the new
         group's first rank serves one.
+
+        Raises:
+            PeerLostError: A member of the subset has left this group or died.
         """
-        control = self.control.split(spec)
+        control = self.control_of(spec)
         with shut_down_on_failure(control):
             is_whole = not (self.lost() or self.departed())
             _, agreement = control.agree(int(is_whole), deadline_in(spec.timeout_s))
+            if agreement.failed:  # the library would wait for them
+                gone = dict.fromkeys(agreement.failed, "died or left the group meanwhile")
+                gone |= control.departed() | control.lost()
+                raise PeerLostError(control.names.departed(gone), ranks=tuple(gone))
             return self._again(spec, control, bool(agreement.flags))
 
     def reconfigure(self, spec: GroupSpec, handles: Sequence[str]) -> AgreedBackend:

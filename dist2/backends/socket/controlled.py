@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dist2.backends.base import Backend, GroupSpec
 from dist2.backends.consensus import Agreement
 from dist2.backends.socket.backend import SocketBackend
-from dist2.errors import GroupRevokedError
+from dist2.errors import GroupRevokedError, PeerLostError
 from dist2.runtime.rank_names import RankNames
 
 CONTROL_OPTIONS = ("transport", "host", "node", "tuning", "algorithm", "deterministic")
@@ -48,6 +48,20 @@ class Controlled(Backend):
         control.on_revoked = self._take_revocation
         if control.revoked is not None:
             self._take_revocation(control.revoked)
+
+    def control_of(self, spec: GroupSpec) -> SocketBackend:
+        """Return the control group of a subset of the members, who then meet over it.
+
+        Raises:
+            PeerLostError: One has left this group or died, and would not come.
+        """
+        self.look()
+        own, members = self.spec.info.global_ranks, spec.info.global_ranks
+        ends = {own[rank]: words for rank, words in {**self.departed(), **self.lost()}.items()}
+        gone = {rank: ends[each] for rank, each in enumerate(members) if each in ends}
+        if gone:
+            raise PeerLostError(spec.info.names.departed(gone), ranks=tuple(gone))
+        return self.control.split(spec)
 
     def revoke(self, by: int) -> None:
         """Tell all members."""
