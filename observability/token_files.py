@@ -12,7 +12,7 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote, urlsplit
@@ -52,12 +52,14 @@ class ControlPlaneFile:
         token: Its token.
         process: The process that has written the file.
         job: Its job.
+        beacon: Where other processes find its stacks; empty where they cannot.
     """
 
     url: str
     token: str = attrs.field(repr=False)
     process: Process
     job: Job
+    beacon: dict[str, int] = attrs.field(factory=dict)
 
 
 def folder() -> Path:
@@ -65,10 +67,13 @@ def folder() -> Path:
     return Path(tempfile.gettempdir()) / f"dist2-{os.getuid()}"
 
 
-def write(url: str, token: str, job: Job = Job()) -> Path | None:
+def write(
+    url: str, token: str, job: Job | None = None, beacon: Mapping[str, int] | None = None
+) -> Path | None:
     """Write the token of a control plane of this process; return the file, or None if that is impossible."""
     here = Process.here().text
-    text = json.dumps({"url": url, "token": token, "process": here, "job": attrs.asdict(job)})
+    content = {"url": url, "token": token, "process": here, "job": attrs.asdict(job or Job())}
+    text = json.dumps({**content, "beacon": dict(beacon or {})})
     with suppress(OSError):
         folder().mkdir(mode=0o700, exist_ok=True)
         if _is_private(folder(), stat.S_ISDIR):
@@ -118,7 +123,11 @@ def _content_of(path: Path) -> ControlPlaneFile | None:
             process = Process.read(held["process"])
             if process is not None and not process.has_ended:
                 return ControlPlaneFile(
-                    str(held["url"]), str(held["token"]), process, Job(**held.get("job", {}))
+                    str(held["url"]),
+                    str(held["token"]),
+                    process,
+                    Job(**held.get("job", {})),
+                    dict(held.get("beacon", {})),
                 )
     return None
 

@@ -87,8 +87,9 @@ def _show_stacks(rows: list[dict[str, Any]], ranks: list[int]) -> None:
     for each in rows:
         if each["rank"] not in ranks:
             continue
-        if each["threads"] is None:
+        if each["silence"]:
             click.echo(f"Rank {each['rank']}: {each['silence']}")
+        if each["threads"] is None:
             for thread in (each["process"] or {}).get("threads", [])[:FRAMES]:
                 click.echo(f"  thread {thread['name']}: state {thread['state']} {thread['wchan']}".rstrip())
             continue

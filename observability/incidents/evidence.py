@@ -27,7 +27,7 @@ from observability.exposition import dist2_version
 from observability.flight_recorder import encode, global_rank
 from observability.flight_recorder import instrument as recorder
 from observability.incidents import folders
-from observability.job.stacks import MAX_FRAMES, look_at_pid, stacks
+from observability.job.stacks import MAX_FRAMES, kernel_view, look_at_pid, stacks
 from observability.job.state import HISTORY, Witness
 from observability.tracing import recent
 
@@ -84,7 +84,7 @@ def part_of(info: GroupInfo, why: str, error: BaseException | None) -> dict[str,
         "outside": {} if error is None else _outside(info, blamed(error)),
         "state": state,
         "timeline": recent(recorder, global_rank(info), TRACE_S, TRACED).document(),
-        "kernel": {"process": attrs.asdict(look_at_pid(os.getpid())), "load": os.getloadavg(), **_memory()},
+        "kernel": {"process": attrs.asdict(kernel_view(os.getpid())), "load": os.getloadavg(), **_memory()},
         "versions": _versions(),
         "program": sys.argv[:1],
         "environment": shown_environment(),

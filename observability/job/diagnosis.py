@@ -76,7 +76,12 @@ class Answer:
         if self.outside is None:
             return self.silence
         cause = self.outside["cause"] if self.silence.startswith(NO_ANSWER) else ""
-        return f"{self.silence}; {self.outside['words']}" + (f": {cause}" if cause else "")
+        stands = self.outside.get("stands", "")
+        return (
+            f"{self.silence}; {self.outside['words']}"
+            + (f": {cause}" if cause else "")
+            + (f"; {stands}" if stands else "")
+        )
 
 
 Answers = Mapping[int, Answer]

@@ -421,12 +421,20 @@ def stack_rows(answers: Answers) -> list[dict[str, Any]]:
     return [
         {
             "rank": rank,
-            "threads": None if answer.state is None else answer.state["threads"],
+            "threads": _threads(answer),
             "silence": answer.why_silent or None,
             "process": answer.outside,
         }
         for rank, answer in answers.items()
     ]
+
+
+def _threads(answer: Answer) -> list[dict[str, Any]] | None:
+    """Return the Python threads of a rank, by itself or seen from outside; None if they are unknown."""
+    if answer.state is not None:
+        threads: list[dict[str, Any]] = answer.state["threads"]
+        return threads
+    return list((answer.outside or {}).get("python", ())) or None
 
 
 def _row(rank: int, answer: Answer, found: Diagnosis) -> dict[str, Any]:

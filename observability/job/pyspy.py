@@ -7,17 +7,15 @@ interpreter lock; the kernel may refuse that (Yama, containers). Then this proce
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from platform import python_version
 from typing import Any
 
+from observability.job.foreign_stacks import pyspy
 from observability.job.stacks import stacks
 
-LIMIT_S = 10.0
 FLAGS = ("native", "subprocesses", "nonblocking")
 """Options of py-spy that torch's debug server passes as parameters."""
 
@@ -28,24 +26,9 @@ def pyspy_dump(parameters: Mapping[str, str]) -> str:
     Args:
         parameters: `FLAGS`, each on if its value is neither empty nor ``0``.
     """
-    program = shutil.which("py-spy")
-    if program is None:
-        return _own_dump("py-spy is not installed")
     flags = [f"--{flag}" for flag in FLAGS if parameters.get(flag, "") not in ("", "0")]
-    try:
-        done = subprocess.run(
-            [program, "dump", "--pid", str(os.getpid()), *flags],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=LIMIT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return _own_dump(f"py-spy failed: {error}")
-    if done.returncode:
-        return _own_dump(f"py-spy failed: {' '.join(done.stderr.split())[:300]}")
-    return done.stdout
+    text, reason = pyspy(os.getpid(), *flags)
+    return text or _own_dump(reason)
 
 
 def _own_dump(why: str) -> str:

@@ -23,6 +23,7 @@ from dist2.operation.work import Work
 from dist2.runtime.code_marks import folders_of
 from dist2.runtime.other_process import Process
 from observability.frames import frames_of_threads
+from observability.job.foreign_stacks import View, view_of
 
 MAX_FRAMES = 64
 MAX_THREADS = 256
@@ -176,12 +177,16 @@ class Outside:
         words: The meaning of that.
         cause: Why a process in this state may accept a request and not answer; empty where `words` say it.
         threads: Name, state and kernel function of each thread.
+        stands: Where its main thread stands in Python, in words; empty where that cannot be seen.
+        python: Its Python threads, as in the answer of ``/stacks``.
     """
 
     state: str
     words: str
     threads: tuple[dict[str, str], ...] = ()
     cause: str = ""
+    stands: str = ""
+    python: tuple[dict[str, Any], ...] = ()
 
 
 def look_at(process: Process) -> Outside | None:
@@ -195,7 +200,28 @@ def look_at(process: Process) -> Outside | None:
 
 
 def look_at_pid(pid: int) -> Outside:
-    """Say how a process of this host is that runs, without its help."""
+    """Say how a process of this host is, without its help, and where it stands in Python."""
+    found = kernel_view(pid)
+    if not found.state or pid == os.getpid():
+        return found
+    view = view_of(pid)
+    place = _stands(view)
+    stands = f"{place} (by {view.source})" if place else ""
+    return attrs.evolve(found, stands=stands, python=view.threads)
+
+
+def _stands(view: View) -> str:
+    """Return where the main thread of another process stands, in words; empty if that is unknown."""
+    frames = next((each["frames"] for each in view.threads if each["main"]), None)
+    if not frames:
+        return view.position
+    libraries = (*_PYTHONS, *_OURS, "<")
+    frame = next((each for each in frames if not each["file"].startswith(libraries)), frames[0])
+    return f"its main thread is at {Path(frame['file']).name}:{frame['line']} in {frame['name']}"
+
+
+def kernel_view(pid: int) -> Outside:
+    """Say how a process of this host is, as the kernel tells it."""
     threads = _tasks(pid)
     if not threads or threads[0]["state"] in ("Z", "X"):
         return Outside("", f"process {pid} has ended")

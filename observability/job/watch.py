@@ -30,6 +30,7 @@ from observability.client import Asker
 from observability.flight_recorder import global_rank
 from observability.job.diagnosis import Key, Waiting, waiting_in
 from observability.job.directory import hubs_of
+from observability.job.foreign_stacks import memory
 from observability.job.gathering import RANK_S
 from observability.job.member import Member, entry_of
 from observability.job.state import where_of
@@ -162,7 +163,7 @@ class Watch:
     def look(self) -> None:
         """Look once."""
         now_ns = time.monotonic_ns()
-        self._member.witness.look()
+        memory.note(self._member.witness.look()["place"])
         old = [
             each
             for each in self._member.witness.in_flight()

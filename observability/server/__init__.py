@@ -16,6 +16,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+import attrs
+
 from dist2.backends.socket.address import data_host
 from dist2.errors import ArgumentTypeError, BackendUnavailableError, Dist2Error, InvalidUsageError
 from dist2.group.open_groups import open_groups
@@ -31,6 +33,7 @@ from observability.client import Asker
 from observability.flight_recorder import instrument as recorder
 from observability.incidents.hang import HangRecorder
 from observability.job.directory import Directory
+from observability.job.foreign_stacks import memory
 from observability.job.member import Member
 from observability.job.watch import Watch
 from observability.metrics import instrument as metrics
@@ -83,7 +86,9 @@ class Server:
         self._unix_socket = Path(name) if isinstance(name, str) else None
         self._listener = listener
         self._serving = serving
-        self._token_file = token_files.write(url, self.token, _job_of(member))
+        self._beacon = memory.opened(serving.thread_id)
+        beacon = None if self._beacon is None else attrs.asdict(self._beacon)
+        self._token_file = token_files.write(url, self.token, _job_of(member), beacon)
         _running.add(self)
 
     @property
@@ -122,6 +127,9 @@ class Server:
         self._member.close()
         self._acts.close()
         self._serving.stop()
+        if self._beacon is not None:
+            self._beacon = None
+            memory.closed()
         self._remove_files()
 
     def _remove_files(self) -> None:

@@ -220,6 +220,11 @@ class Serving:
         if not self._server.ready.wait(START_S):
             raise Dist2Error(f"the control plane did not start within {START_S} s")
 
+    @property
+    def thread_id(self) -> int:
+        """The kernel's id of the thread."""
+        return self._thread.native_id or 0
+
     def is_alive(self) -> bool:
         """Whether it answers."""
         return self._thread.is_alive()

@@ -300,20 +300,34 @@ class Situation:
 
 BLAMED = "rank 2 (last seen: barrier #1 at test_situations.py:"
 
+MAIN = "its main thread "
+
 SITUATIONS = (
     Situation(missing_call, (2,), (BLAMED, "is waited for by ranks 0, 1 in all_reduce #2", "in idle")),
     Situation(missing_call, (2,), (BLAMED, "in idle"), backend="gloo"),
     Situation(endless_loop, (2,), (BLAMED, "in endless_loop")),
     Situation(sleeping, (2,), (BLAMED, "in sleeping")),
-    Situation(stopped, (2,), ("rank 2 is waited for by ranks 0, 1", "is stopped (by a signal): state T")),
+    Situation(
+        stopped,
+        (2,),
+        ("rank 2 is waited for by ranks 0, 1", "is stopped (by a signal): state T", "its main thread "),
+    ),
     Situation(death, (2,), ("rank 2", "was killed by SIGKILL")),
     Situation(swallowed_exception, (2,), (BLAMED, "handling ValueError: a bad batch")),
     Situation(
         different_branch, (2,), ("diverges at operation #2: ranks 0, 1: all_reduce", "rank 2: broadcast")
     ),
     Situation(slow_disk, (2,), (BLAMED, "in slow_disk", "in open")),
-    Situation(gil_held_asleep, (2,), ("rank 2 is waited for", "asleep (state S)", "interpreter lock (GIL)")),
-    Situation(gil_held_busy, (2,), ("rank 2 is waited for", "running (state R)", "interpreter lock (GIL)")),
+    Situation(
+        gil_held_asleep,
+        (2,),
+        ("rank 2 is waited for", "asleep (state S)", "interpreter lock (GIL)", "in gil_held_asleep (by "),
+    ),
+    Situation(
+        gil_held_busy,
+        (2,),
+        ("rank 2 is waited for", "running (state R)", "interpreter lock (GIL)", "in gil_held_busy (by "),
+    ),
     Situation(uneven_data, (2,), ("last seen: all_reduce #4", "waited for by ranks 0, 1 in all_reduce #5")),
     Situation(two_culprits, (1, 2), ("rank 1 (last", "rank 2 (last", "in two_culprits"), asked=2),
     Situation(

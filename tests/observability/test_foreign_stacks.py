@@ -1,0 +1,132 @@
+"""Stacks of a process that cannot answer: it holds the interpreter lock, or is stopped."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.processes import started
+
+import dist2
+import observability
+from observability.job import foreign_stacks
+from observability.job.foreign_stacks import View, view_of
+from observability.job.stacks import look_at_pid
+
+SOON_S = 20.0
+
+
+def wait(pipe: Connection) -> None:
+    """Tell the pid, wait, and then hold the interpreter lock in C."""
+    pg = dist2.new_group("socket", 60, store=dist2.HashStore(), rank=0, world_size=1)
+    observability.start(pg, announce=False, waiting_after_s=0.3)
+    pipe.send(os.getpid())
+    pipe.recv()
+    hold_the_lock()
+
+
+def hold_the_lock() -> None:
+    ctypes.PyDLL(None).sleep(600)
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Yield the pid of a process that holds the interpreter lock, and forget what was seen before."""
+    monkeypatch.setattr(foreign_stacks, "FRESH_S", 0.0)
+    with started(wait, ()) as (pipe,):
+        pid = pipe.recv()
+        until(lambda: foreign_stacks._last_seen(pid), "in wait")
+        pipe.send("go")
+        until(lambda: foreign_stacks._by_signal(pid), "hold_the_lock")
+        yield pid
+
+
+def until(look: Callable[[], View | None], text: str) -> View:
+    """Return a view as soon as it has a text."""
+    deadline = time.monotonic() + SOON_S
+    while True:
+        found = look()
+        if found is not None and text in str(found):
+            return found
+        assert time.monotonic() < deadline, found
+        time.sleep(0.02)
+
+
+def main_of(view: View) -> list[dict[str, Any]]:
+    (frames,) = [each["frames"] for each in view.threads if each["main"]]
+    return list(frames)
+
+
+def test_a_process_is_seen_without_its_help(silent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_signal = foreign_stacks._by_signal(silent)
+    assert by_signal is not None
+    assert main_of(by_signal)[0]["name"] == "hold_the_lock"
+    assert Path(main_of(by_signal)[0]["file"]) == Path(__file__)
+    by_pyspy = foreign_stacks._by_pyspy(silent)
+    if by_pyspy is not None:  # installed, and permitted by the kernel
+        frames = [(each["name"], each["line"]) for each in main_of(by_pyspy)[:1]]
+        assert frames == [(each["name"], each["line"]) for each in main_of(by_signal)[:1]]
+    monkeypatch.setattr(foreign_stacks, "_by_pyspy", lambda pid: None)
+    seen = look_at_pid(silent)
+    assert seen.stands.endswith(" in hold_the_lock (by faulthandler)")
+    assert seen.python == view_of(silent).threads
+
+    os.kill(silent, signal.SIGSTOP)
+    until_stopped(silent)
+    stopped = look_at_pid(silent)
+    assert stopped.words.endswith("stopped (by a signal): state T")
+    assert "its main thread was at test_foreign_stacks.py:" in stopped.stands
+    assert stopped.stands.endswith("ago (by its watch)")
+    os.kill(silent, signal.SIGCONT)
+    asleep = until(lambda: foreign_stacks._by_signal(silent), "hold_the_lock")
+    assert asleep.source == "faulthandler", "the signals have not interrupted the call"
+
+
+def until_stopped(pid: int) -> None:
+    deadline = time.monotonic() + SOON_S
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_what_py_spy_says_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    frames = [{"name": "load", "filename": "/x/job.py", "line": 7}]
+    thread = {"thread_name": None, "os_thread_id": 4711, "frames": frames}
+    answers = [json.dumps([thread]), "[]", "no JSON", "[{}]"]
+
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        assert command[1:] == ["dump", "--pid", "4711", "--json", "--nonblocking"]
+        return subprocess.CompletedProcess(command, 0, answers.pop(0), "")
+
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: f"/bin/{name}")
+    monkeypatch.setattr(subprocess, "run", run)
+    found = foreign_stacks._by_pyspy(4711)
+    assert found is not None
+    assert main_of(found) == [{"name": "load", "file": "/x/job.py", "line": 7}]
+    assert found.threads[0]["name"] == "thread 4711"
+    assert [foreign_stacks._by_pyspy(4711) for _ in range(3)] == [None] * 3
+
+
+def test_the_last_control_plane_closes_the_memory() -> None:
+    memory = foreign_stacks._Memory()
+    first, second = memory.opened(1), memory.opened(2)
+    assert first is not None
+    assert second is not None
+    assert (first.number, first.stacks, second.thread) == (second.number, second.stacks, 2)
+    memory.note("job.py:7")
+    memory.closed()
+    os.fstat(first.stacks)
+    memory.closed()
+    memory.note("job.py:8")
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(first.stacks)
