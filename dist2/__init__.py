@@ -40,6 +40,7 @@ from dist2.errors import (
 )
 from dist2.group.context import current_process_group, process_group
 from dist2.group.creation import new_group
+from dist2.group.object_types import register_type
 from dist2.group.process_group import ProcessGroup
 from dist2.operation.instruments import add_instrument
 from dist2.operation.instruments import preload as preload_instruments
@@ -88,6 +89,7 @@ __all__ = [
     "premul_sum",
     "process_group",
     "register_backend",
+    "register_type",
     "shared_empty",
 ]
 

@@ -3,6 +3,7 @@
 MessagePack carries None, bool, int, float, str, bytes, list and dict; the other types travel as extensions:
 tuples, sets, big integers, complex numbers, times, paths, argparse's namespaces, the dicts of `collections`,
 dense CPU tensors, devices, and numpy's scalars, arrays and dtypes.
+Types of users and some of Python's travel as a name and an object that stands for them: `object_types`.
 Decoding runs nothing that the bytes name. Objects of other types travel pickled, where both sides allow it.
 The first byte tells plain data from pickled, and from a refusal: the sender could not encode its object.
 
@@ -34,6 +35,7 @@ import msgpack
 import torch
 
 from dist2.errors import InvalidUsageError, WireError
+from dist2.group.object_types import type_named, type_of
 from dist2.runtime.rank_names import RANKS, RankNames
 
 PLAIN, PICKLED, REFUSED = 0, 1, 2
@@ -76,7 +78,8 @@ def encode(obj: object, *, allow_pickle: bool = False) -> bytes:
         where, what = _culprit(obj)
         raise InvalidUsageError(
             f"{where} cannot travel safely: {what}. Objects travel as plain data, dense CPU tensors and "
-            f"numpy's numbers; where all ranks trust each other, {_PICKLE} would pickle it"
+            f"numpy's numbers, and other types by dist2.register_type; where all ranks trust each other, "
+            f"{_PICKLE} would pickle it"
         ) from error
 
 
@@ -120,6 +123,11 @@ def decode(
         raise WireError(f"{whose} has an unknown first byte: {kind.hex() or 'it is empty'}")
     try:
         return _Coder().unpack(content)
+    except _UnknownTypeError as error:
+        raise InvalidUsageError(
+            f"{whose} holds a value of type {error}, which is not registered here: every rank calls "
+            f"dist2.register_type for it"
+        ) from error
     except ImportError as error:
         raise InvalidUsageError(f"{whose} holds values of numpy, and cannot be decoded: {error}") from error
     except (
@@ -166,6 +174,8 @@ class _Coder:
 
     def _dump(self, obj: object) -> msgpack.ExtType:
         extension = _BY_TYPE.get(type(obj)) or (_NUMPY if _is_numpy_value(obj) else None)
+        if extension is None and type_of(obj) is not None:
+            extension = _NAMED
         if extension is None:
             raise TypeError(f"type {type(obj).__qualname__}")
         content = extension.dump(obj)
@@ -361,6 +371,33 @@ def _numpy_array(numpy: Any, dtype: Any, shape: tuple[Any, ...], content: bytes)
     return flat.reshape(shape)
 
 
+# Types that travel by a name
+
+
+class _UnknownTypeError(Exception):
+    """The name of a type that is not registered here."""
+
+
+def _dump_named(obj: object) -> list[Any]:
+    found = type_of(obj)
+    assert found is not None
+    try:
+        return [found.name, found.encode(obj)]
+    except Exception as error:  # a user's function may raise anything
+        raise TypeError(f"encode of type {found.name} raised {error!r}") from error
+
+
+def _load_named(items: list[Any]) -> object:
+    name, content = items
+    found = type_named(name) if isinstance(name, str) else None
+    if found is None:
+        raise _UnknownTypeError(str(name)[:_SHOWN])
+    try:
+        return found.decode(content)
+    except Exception as error:  # likewise
+        raise ValueError(f"decode of type {found.name} raised {error!r}") from error
+
+
 # The table of extensions
 
 _BY_TYPE: dict[type, _Extension] = {
@@ -392,7 +429,8 @@ _BY_TYPE: dict[type, _Extension] = {
     PosixPath: _Extension(20, os.fsencode, lambda data: PosixPath(os.fsdecode(data))),
 }
 _NUMPY = _Extension(8, _dump_numpy, _load_numpy)
-_BY_CODE = {extension.code: extension for extension in (*_BY_TYPE.values(), _NUMPY)}
+_NAMED = _Extension(12, _dump_named, _load_named)
+_BY_CODE = {extension.code: extension for extension in (*_BY_TYPE.values(), _NUMPY, _NAMED)}
 _SCALARS = frozenset(range(16, 32))
 """Codes of those that are bytes; the others are packed lists."""
 

@@ -135,7 +135,7 @@ for _ in range(MAX_DEPTH + 1):
         ((1, {2: {Point(3)}}), r"obj\[1\]\[2\]\[0\] cannot travel safely: type Point"),
         (torch.ones(2).to_sparse(), "obj cannot travel safely: a tensor that is torch.sparse_coo"),
         ([torch.ones(2, device="meta")], r"obj\[0\] cannot travel safely: a tensor .* on meta"),
-        (torch.nn.Parameter(torch.ones(1)), "type Parameter"),
+        (torch.nn.Parameter(torch.ones(2).to_sparse()), "a tensor that is torch.sparse_coo"),
         (endless, "nested too deeply"),
         (deep, f"more than {MAX_DEPTH} tuples"),
         (1 << (1 << 24), "an integer of"),
