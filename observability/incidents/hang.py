@@ -76,7 +76,6 @@ class HangRecorder:
         if not found.waiting:
             return
         verdict, folder = "; ".join(found.verdict[:SENTENCES]), None
-        log.warning("the job waits: %s", verdict, extra={"verdict": verdict, "rank": member.rank})
         if self._recording is not None:
             documents: dict[str, object] = {
                 "desync": found.document(),

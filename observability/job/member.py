@@ -25,6 +25,7 @@ from observability.metrics import Metrics
 
 if TYPE_CHECKING:
     from observability.incidents.hang import HangRecorder
+    from observability.job.waiting_log import WaitingLog
     from observability.job.watch import Watch
 
 log = logging.getLogger("dist2.waiting")
@@ -86,6 +87,7 @@ class Member:
         directory: Where the others are.
         watch: Looks for operations that wait; None before it is started.
         hang: Confirms that the job waits; None before it is started.
+        waiting_log: Logs the waits of the job; None before it is started.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class Member:
         self.directory = directory or Directory(None, Asker().credentials)
         self.watch: Watch | None = None
         self.hang: HangRecorder | None = None
+        self.waiting_log: WaitingLog | None = None
         self._notices: dict[Key, Notice] = {}
         self._notices_lock = threading.Lock()
         self._diagnosing = threading.Lock()
@@ -315,6 +318,8 @@ class Member:
                 return latest
             self._latest = found = self.diagnosis(after_s, history=1)
         self._tell_culprits(found)
+        if self.waiting_log is not None:
+            self.waiting_log.diagnosed(self.rank, found)
         if self.hang is not None:
             self.hang.look(found)
         return found
@@ -365,7 +370,7 @@ class Member:
         stands = self.stands()
         fields = {"rank": self.rank, "waited_for_in": notice.title, "waiting_ranks": list(notice.by)}
         by, waited_s = named(notice.by), (now_ns - notice.since_ns) / 1e9
-        log.warning(
+        log.info(
             "rank %d is waited for by %s in %s for %.1f s: %s",
             *(self.rank, by, notice.title, waited_s, stands),
             extra={**fields, "waited_s": waited_s, "stands": stands},

@@ -34,11 +34,14 @@ from observability.job.foreign_stacks import memory
 from observability.job.gathering import RANK_S
 from observability.job.member import Member, entry_of
 from observability.job.state import where_of
+from observability.job.waiting_log import WaitingLog
 from observability.metrics import OTHER
 
 ASKS_A_SECOND = 200
 REST = 4.0
 """The pause after an answer is at least so many times the time that it took."""
+QUIET = 3.0
+"""A wait is over if no rank has asked for so many times the time after which each asks again."""
 SILENT_S = 30.0
 """How long a hub that did not answer is not asked again."""
 KEEPS_ALL = 256
@@ -112,6 +115,8 @@ class Watch:
         self._silent: dict[int, float] = {}
         self._late_hub: int | None = None
         self._logged: set[Key] = set()
+        self._waiting_log = WaitingLog(QUIET * max(after_s, self._spread_s()) + RANK_S)
+        member.waiting_log = self._waiting_log
         self._thread = threading.Thread(target=self._run, name="dist2-job-watch", daemon=True)
 
     def start(self) -> None:
@@ -164,6 +169,7 @@ class Watch:
         """Look once."""
         now_ns = time.monotonic_ns()
         memory.note(self._member.witness.look()["place"])
+        self._waiting_log.look(self._member.rank)
         old = [
             each
             for each in self._member.witness.in_flight()
@@ -266,7 +272,7 @@ class Watch:
         assert wait.found is not None
         now_ns, operation = time.monotonic_ns(), wait.operation
         signature = operation.signature
-        log.warning(
+        log.info(
             "rank %d: %s",
             *(self._member.rank, wait.sentence(now_ns)),
             extra={

@@ -120,8 +120,13 @@ def test_a_missing_rank_is_named_everywhere_while_it_is_missing(tenant: Tenant) 
     assert any(
         frame["name"].endswith("observe") for thread in of_culprit["threads"] for frame in thread["frames"]
     )
-    lines = [each for each in records if each["name"] == "dist2.waiting" and each["levelname"] == "WARNING"]
-    assert sorted(each["rank"] for each in lines) == [0, 1, 2], "one line on each rank"
+    waiting = [each for each in records if each["name"] == "dist2.waiting"]
+    of_job = [each for each in waiting if each["levelname"] == "WARNING" and "the job waits" in each["event"]]
+    assert len(of_job) == 1, "one line for the job"
+    assert of_job[0]["culprits"] == [2]
+    assert "rank 2 (last seen: barrier #1 at test_job.py:" in of_job[0]["event"]
+    lines = [each for each in waiting if {"missing", "waiting_ranks"} & set(each)]
+    assert sorted(each["rank"] for each in lines) == [0, 1, 2], "at INFO, one line on each rank"
     by_rank = {each["rank"]: each for each in lines}
     assert by_rank[0]["missing"] == [2]
     assert by_rank[2]["waiting_ranks"] == [0, 1]

@@ -1,0 +1,67 @@
+"""One log line for a wait of the whole job, by the rank that has diagnosed it, however many ranks wait.
+
+The line is repeated when the wait lasts a minute, and ten, and when other ranks are the reason. A last line
+tells that the wait is over: nobody asks for a diagnosis any more, as ranks do as long as they wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from observability.job.diagnosis import Diagnosis
+
+AGAIN_S = (0.0, 60.0, 600.0)
+"""Ages of a wait at which it is logged."""
+SENTENCES = 3
+"""Sentences of the verdict in a line."""
+
+log = logging.getLogger("dist2.waiting")
+
+
+class WaitingLog:
+    """Logs the waits of the job.
+
+    Args:
+        quiet_s: A wait is over if no rank has asked for so long.
+    """
+
+    def __init__(self, quiet_s: float) -> None:
+        self._quiet_s = quiet_s
+        self._lock = threading.Lock()
+        self._since = self._heard = 0.0
+        self._logged = 0
+        self._culprits: tuple[int, ...] = ()
+
+    def diagnosed(self, rank: int, found: Diagnosis) -> None:
+        """Take note of a diagnosis of this rank."""
+        now = time.monotonic()
+        with self._lock:
+            if not found.waiting:
+                self._end(rank)
+                return
+            if not self._logged:
+                self._since = now - max(each.age_s for each in found.waiting)
+            self._heard, waited_s = now, now - self._since
+            due = sum(waited_s >= age_s for age_s in AGAIN_S)
+            if due == self._logged and found.culprits == self._culprits:
+                return
+            self._logged, self._culprits = max(due, self._logged), found.culprits
+        level = logging.ERROR if due == len(AGAIN_S) else logging.WARNING
+        verdict = "; ".join(found.verdict[:SENTENCES])
+        fields = {"rank": rank, "verdict": verdict, "culprits": list(found.culprits), "waited_s": waited_s}
+        log.log(level, "the job waits for %.1f s: %s", waited_s, verdict, extra=fields)
+
+    def look(self, rank: int) -> None:
+        """Log the end of a wait, once no rank has asked for a while."""
+        with self._lock:
+            if self._logged and time.monotonic() - self._heard > self._quiet_s:
+                self._end(rank)
+
+    def _end(self, rank: int) -> None:
+        if self._logged:
+            waited_s = self._heard - self._since
+            fields = {"rank": rank, "waited_s": waited_s}
+            log.warning("the job goes on, after a wait of about %.1f s", waited_s, extra=fields)
+        self._logged, self._culprits = 0, ()

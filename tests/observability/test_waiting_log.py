@@ -1,0 +1,59 @@
+"""The log of a job that waits: one line for all of its ranks, again as it lasts, and one at the end."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from support.captured_logs import logged
+
+from observability.job.diagnosis import Diagnosis, Missing, Waiting
+from observability.job.waiting_log import WaitingLog
+
+
+def waits(age_s: float, culprit: int = 2) -> Diagnosis:
+    missing = (Missing(culprit, "", "it sleeps", answers=True),)
+    waiting = Waiting(("uid", 7, False, -1), "g", "barrier", "barrier()", "", (0, 1), age_s, missing)
+    return Diagnosis(verdict=("a", "b", "c", "d"), culprits=(culprit,), waiting=(waiting,))
+
+
+def test_a_wait_is_logged_once_and_again_as_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    log = WaitingLog(quiet_s=15.0)
+    with logged() as records:
+        for clock[0], culprit in (
+            (1005.0, 2),
+            (1010.0, 2),
+            (1040.0, 3),
+            (1065.0, 3),
+            (1070.0, 3),
+            (1700.0, 3),
+        ):
+            log.diagnosed(0, waits(5.0, culprit))
+            log.look(0)
+        clock[0] = 1716.0
+        log.look(0)
+        log.look(0)
+        log.diagnosed(0, Diagnosis())
+    assert [(each["levelname"], each["event"]) for each in records] == [
+        ("WARNING", "the job waits for 5.0 s: a; b; c"),
+        ("WARNING", "the job waits for 40.0 s: a; b; c"),
+        ("WARNING", "the job waits for 65.0 s: a; b; c"),
+        ("ERROR", "the job waits for 700.0 s: a; b; c"),
+        ("WARNING", "the job goes on, after a wait of about 700.0 s"),
+    ]
+    assert [each.get("culprits") for each in records] == [[2], [3], [3], [3], None]
+
+
+def test_a_second_wait_is_another_one() -> None:
+    log = WaitingLog(quiet_s=15.0)
+    with logged() as records:
+        for found in (Diagnosis(), waits(1.0), Diagnosis(), waits(2.0)):
+            log.diagnosed(4, found)
+    events = [each["event"].partition(" s")[0] for each in records]
+    assert events == [
+        "the job waits for 1.0",
+        "the job goes on, after a wait of about 1.0",
+        "the job waits for 2.0",
+    ]
