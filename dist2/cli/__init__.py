@@ -14,6 +14,20 @@ _OF_ALL = ("click", "rich")
 _OF_BENCH = ("matplotlib", "numpy")
 
 
+_HELP = """Usage: dist2 COMMAND [ARGS]...
+
+  doctor           checks this machine and environment
+
+Not installed yet:
+
+  top, trace, why  ask the ranks of a job: pip install 'dist2[control-plane]'
+  bench            measures operations: pip install 'dist2[bench]'
+
+dist2 COMMAND --help describes a command.
+"""
+"""The help where click is not installed; a test compares it with the commands."""
+
+
 package_is_a_program(__spec__)
 
 
@@ -34,6 +48,9 @@ def main() -> None:
         sys.exit(UNUSABLE_ENVIRONMENT)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
+        if package in _OF_ALL and sys.argv[1:] in ([], ["-h"], ["--help"]):
+            sys.stdout.write(_HELP)
+            return
         if package not in (*_OF_ALL, *_OF_BENCH):
             raise
         extra = "bench" if package in _OF_BENCH or sys.argv[1:2] == ["bench"] else "control-plane"
