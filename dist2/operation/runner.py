@@ -68,6 +68,8 @@ LIBRARY_PATHS = (*folders_of(library()), *folders_of(torch.__spec__))
 """Frames of files in these folders are skipped when the user's line is looked for."""
 
 log = logging.getLogger("dist2.group.process_group")
+_PATIENCE_S = 5.0
+"""Time before `drain` names the calls that it waits for, in seconds."""
 
 
 def _ignore(operation: Operation, error: BaseException) -> None:
@@ -389,8 +391,13 @@ class OperationRunner:
         if not self.queue.drain(self.timeout_s):
             return False
         with self._in_flight_lock:
-            pending = [work._pending for work in list(self._in_flight) if work._pending is not None]
-        return all(await_end(each, deadline_ns) for each in pending)
+            pending = {work: work._pending for work in list(self._in_flight) if work._pending is not None}
+        soon_ns = min(deadline_ns, deadline_in(_PATIENCE_S))
+        late = [work for work, end in pending.items() if not await_end(end, soon_ns)]
+        if late:  # no peer may ever send what a forgotten Work receives
+            calls = "; ".join(work.operation.describe() for work in late)
+            log.warning("group %r still runs calls that nobody has waited for: %s", self.info.name, calls)
+        return all(await_end(pending[work], deadline_ns) for work in late)
 
     # How operations end
 

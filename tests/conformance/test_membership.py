@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.captured_logs import logged
 from support.ranks import TENANTS, Tenant, plugin_tenants, run_ranks
 from support.time_limits import in_time
 
@@ -215,6 +216,25 @@ def failure(call: Callable[[], object]) -> Dist2Error:
     with pytest.raises((GroupRevokedError, PeerLostError)) as caught:
         call()
     return caught.value
+
+
+def test_closing_names_the_calls_that_hold_it_up(tenant: Tenant, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dist2.operation.runner._PATIENCE_S", 0.01)
+
+    def body(pg: ProcessGroup) -> None:
+        pg.barrier()
+        if pg.rank() == 0:
+            pg.irecv(torch.ones(3), 1)
+            pg.set_timeout(0.2)
+            pg.shutdown()
+        else:
+            pg.get_group_store().get("rank 0 has closed")
+        pg.get_group_store().set("rank 0 has closed", "yes")
+
+    with logged() as logs:
+        run_ranks(2, body, tenant)
+    (told,) = [entry["event"] for entry in logs if "still runs calls" in entry["event"]]
+    assert "nobody has waited for: recv(float32[3], peer=1" in told
 
 
 def test_a_closed_group_neither_agrees_nor_revokes(tenant: Tenant) -> None:
