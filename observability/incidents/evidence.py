@@ -34,11 +34,17 @@ from observability.tracing import recent
 TRACE_S = 60.0
 TRACED = 2000
 """Operations of the trace of the time before, at most."""
+DUMPED = 8192
+"""Operations of a dump, at most."""
+LOOKED_AT = 4
+"""Other ranks whose processes are looked at, which may take a second each."""
 DUMP = "flight_"
 """Prefix of the dumps for torchfrtrace, which end with the rank."""
 
 
-def write_part(folder: Path, kind: str, info: GroupInfo, why: str, error: BaseException | None) -> None:
+def write_part(
+    folder: Path, kind: str, info: GroupInfo, why: str, error: BaseException | None, *, looks: bool = False
+) -> None:
     """Write the part of a rank, unless it has written one of this kind.
 
     Args:
@@ -47,6 +53,7 @@ def write_part(folder: Path, kind: str, info: GroupInfo, why: str, error: BaseEx
         info: The group whose rank names this process.
         why: What has happened, in a line.
         error: The error that is the reason.
+        looks: Whether to look at the processes of other ranks that the error blames: one rank does.
 
     Raises:
         OSError: It cannot be written.
@@ -56,8 +63,12 @@ def write_part(folder: Path, kind: str, info: GroupInfo, why: str, error: BaseEx
     if path.exists():
         return
     part = part_of(info, why, error)
+    if looks and error is not None:
+        part["outside"] = _outside(info, blamed(error)[:LOOKED_AT])
     folders.write(path, json.dumps(part, default=repr))
-    folders.write(folder / f"{DUMP}{rank}", encode(recorder.recording(rank)))
+    recording = recorder.recording(rank)
+    last = attrs.evolve(recording, operations=recording.operations[-DUMPED:])
+    folders.write(folder / f"{DUMP}{rank}", encode(last))
 
 
 def part_of(info: GroupInfo, why: str, error: BaseException | None) -> dict[str, Any]:
@@ -81,7 +92,6 @@ def part_of(info: GroupInfo, why: str, error: BaseException | None) -> dict[str,
         "at_s": time.time(),
         "why": why,
         "error": None if error is None else _error(error),
-        "outside": {} if error is None else _outside(info, blamed(error)),
         "state": state,
         "timeline": recent(recorder, global_rank(info), TRACE_S, TRACED).document(),
         "kernel": {"process": attrs.asdict(kernel_view(os.getpid())), "load": os.getloadavg(), **_memory()},

@@ -30,6 +30,7 @@ MOST = 32
 MOST_BYTES = 256 << 20
 """Size of all incidents; the oldest are removed."""
 MOST_AGE_S = 14 * 86400.0
+LOCK_S = 2.0
 PART_BYTES = 8 << 20
 """Size of a file of an incident; a longer one is left out."""
 _NAME = re.compile(r"\d{8}-\d{6}-[\w.-]{1,64}")
@@ -73,7 +74,7 @@ def joined(root: Path, job: str, name: str) -> Folder:
                 return Folder(path, is_new=False)
         slug = re.sub(r"[^\w.]+", "-", name)[:40]
         path = root / f"{time.strftime('%Y%m%d-%H%M%S')}-{slug}-{key}"
-        path.mkdir(mode=0o700)
+        path.mkdir(mode=0o700, exist_ok=True)
         head = {"format": FORMAT, "job": job, "name": name, "at_s": time.time()}
         (path / HEAD).write_text(json.dumps(head))
         _remove_old(root)
@@ -122,8 +123,18 @@ def _locked(root: Path) -> Iterator[None]:
     if root.lstat().st_uid != os.getuid():
         raise PermissionError(f"{root} belongs to another user")
     with os.fdopen(os.open(root / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        _lock(file.fileno())
         yield
+
+
+def _lock(descriptor: int) -> None:
+    """Take the lock; go on without it after `LOCK_S`, as the process that has it may be stopped."""
+    deadline = time.monotonic() + LOCK_S
+    while time.monotonic() < deadline:
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(0.01)
 
 
 def _created(path: Path) -> float:

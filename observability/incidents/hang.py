@@ -126,8 +126,12 @@ class HangRecorder:
             return None
         from observability.incidents.evidence import write_part
 
-        path = folders.named(recording.root, name, (recording.first or info).uid)
-        write_part(path, "hang", info, why, None)
+        try:
+            path = folders.named(recording.root, name, (recording.first or info).uid)
+            write_part(path, "hang", info, why, None)
+        except OSError as error:  # the policy holds without evidence, too
+            log.warning("the part of rank %d in an incident cannot be written: %s", self._member.rank, error)
+            return None
         recording.joined(path)
         return path
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import attrs
 
-from dist2.errors import GroupAbortedError
+from dist2.errors import Dist2Error, GroupAbortedError
 from dist2.operation.signature import GroupInfo, Operation
 from dist2.runtime import exit_report
 from observability.flight_recorder import global_rank
@@ -27,12 +27,14 @@ class Recording:
         first: The group that was opened first: its id names the job, as it is equal on all ranks.
         latest: The latest incident of this process.
         is_mine: Whether this process has made that folder: then it tells the path.
+        failed: Ids of the groups whose failure was written: later ones are consequences.
     """
 
     root: Path
     first: GroupInfo | None = None
     latest: Path | None = None
     is_mine: bool = False
+    failed: set[tuple[str, int]] = attrs.field(factory=set)
 
     def opened(self, info: GroupInfo) -> None:
         """Take note of a group."""
@@ -41,14 +43,21 @@ class Recording:
 
     def broken(self, operation: Operation) -> None:
         """Write the part of the rank whose operation has failed."""
-        if not isinstance(operation.error, GroupAbortedError):  # by this process: on purpose
-            why = f"{operation.describe()} failed"
-            self.write("failure", operation.signature.group, why, operation.error)
+        info = operation.signature.group
+        key = info.uid, info.rank
+        if key in self.failed or isinstance(
+            operation.error, GroupAbortedError
+        ):  # by this process: on purpose
+            return
+        self.failed.add(key)
+        self.write("failure", info, f"{operation.describe()} failed", operation.error)
 
     def raised(self, error: BaseException | None) -> None:
         """Write the part of this rank, which an uncaught exception ends."""
         on_purpose = (SystemExit, KeyboardInterrupt, GroupAbortedError)
         if self.first is None or error is None or isinstance(error, on_purpose):
+            return
+        if self.failed and isinstance(error, Dist2Error):  # of an operation, which has written it
             return
         self.write("failure", self.first, f"{type(error).__name__} ends the process", error)
 
@@ -59,7 +68,7 @@ class Recording:
 
             job = self.first or info
             folder = folders.joined(self.root, job.uid, job.name)
-            write_part(folder.path, kind, info, why, error)
+            write_part(folder.path, kind, info, why, error, looks=folder.is_new)
         except Exception:  # the failure itself must reach the program
             log.warning("the incident of rank %d cannot be written", global_rank(info), exc_info=True)
             return None

@@ -108,6 +108,13 @@ class _Memory:
                 text = json.dumps([time.monotonic(), place]).encode()
                 os.pwrite(self._position, text.ljust(512)[:512], 0)
 
+    def forget(self) -> None:
+        """Let go of the memory of the parent, in a forked child."""
+        self._lock = threading.Lock()
+        if self._users:
+            self._users = 1
+            self.closed()
+
     def _open(self) -> bool:
         free = (number for number in range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1) if _is_free(number))
         number = next(free, None)

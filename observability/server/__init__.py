@@ -419,3 +419,4 @@ def _forked() -> None:
     for server in list(_running):
         server.close_inherited()
     _running.clear()
+    memory.forget()

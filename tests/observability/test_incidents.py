@@ -147,6 +147,37 @@ def test_a_failure_is_explained_after_the_end(tmp_path: Path) -> None:
         assert not path.stat().st_mode & 0o077 or path.parent == folder, path
 
 
+def test_only_the_first_failure_of_a_group_is_written(tmp_path: Path) -> None:
+    """Others are consequences: they would displace it once there are too many."""
+    recording = Recording(tmp_path)
+
+    def body(pg: ProcessGroup) -> None:
+        recording.opened(pg.info)
+        for _ in range(2):
+            with pytest.raises(OperationTimeoutError) as raised:
+                pg.recv(torch.ones(1), 0, timeout=0.01)
+        operation = instrument.recording(pg.rank()).operations[-1]
+        operation.error = raised.value
+        recording.broken(operation)
+        (folder,) = tmp_path.glob("2*")
+        (folder / "failure-0.json").unlink()
+        recording.broken(operation)
+        recording.raised(raised.value)
+        assert not (folder / "failure-0.json").exists()
+        recording.raised(ValueError("of the program"))
+        assert json.loads((folder / "failure-0.json").read_text())["error"]["message"] == "of the program"
+
+    run_ranks(1, body, INPROC)
+
+
+def test_a_lock_that_is_not_given_back_does_not_hold_up_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "LOCK_S", 0.05)
+    with folders._locked(tmp_path):  # of a process that was stopped
+        assert folders.joined(tmp_path, "a1b2", "job").is_new
+
+
 def test_a_folder_that_is_no_incident_is_refused(tmp_path: Path) -> None:
     for command in (["why", str(tmp_path)], ["report", str(tmp_path), "-o", str(tmp_path / "x.html")]):
         told = CliRunner().invoke(cli, command)
