@@ -12,6 +12,7 @@ import json
 import os
 import stat
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -79,9 +80,11 @@ def write(
         if _is_private(folder(), stat.S_ISDIR):
             _remove_stale()
             path = _path_of(url)
-            path.unlink(missing_ok=True)
-            with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            # In one step: another process would remove a file that has no content yet as stale.
+            partial = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+            with os.fdopen(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
                 file.write(text)
+            partial.replace(path)
             return path
     return None
 

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -180,6 +181,7 @@ def test_stacks_come_from_py_spy_where_it_works(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, exit_code: int | None
 ) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))  # one beside it is found, too
     if exit_code is not None:
         program = tmp_path / "py-spy"
         program.write_text(f'#!/bin/sh\necho "asked: $*"\necho not permitted >&2\nexit {exit_code}\n')
