@@ -7,7 +7,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from datetime import timedelta
+from datetime import date, timedelta
 from typing import Any
 
 import pytest
@@ -255,8 +255,8 @@ def test_weights_only_objects_are_never_pickled(
     ]
     for call in calls:
         call({"plain": [1, torch.ones(2)]})
-        with pytest.raises(ValueError, match="range") if weights_only else nullcontext():
-            call(range(3))
+        with pytest.raises(ValueError, match="type date") if weights_only else nullcontext():
+            call(date.min)
 
 
 def test_messages_that_are_weights_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,9 +266,9 @@ def test_messages_that_are_weights_only(monkeypatch: pytest.MonkeyPatch) -> None
     def rank_main(rank: int) -> object:
         ours.init_process_group("socket", rank=rank, world_size=2, store=store)
         if rank == 0:
-            with pytest.raises(ValueError, match="range"):
-                ours.send_object_list([range(3)], 1, weights_only=True)
-            ours.send_object_list([range(3)], 1)
+            with pytest.raises(ValueError, match="type date"):
+                ours.send_object_list([date.min], 1, weights_only=True)
+            ours.send_object_list([date.min], 1)
             ours.send_object_list([[3]], 1, weights_only=True)
             ours.barrier()
             return ours.destroy_process_group()
