@@ -24,18 +24,16 @@ from dist2.runtime.exit_report import blamed
 from dist2.runtime.rank_names import host_and_pid
 from observability import metrics
 from observability.exposition import dist2_version
-from observability.flight_recorder import encode, global_rank
+from observability.flight_recorder import Recording, encode, global_rank
 from observability.flight_recorder import instrument as recorder
 from observability.incidents import folders
 from observability.job.stacks import MAX_FRAMES, kernel_view, look_at_pid, stacks
 from observability.job.state import HISTORY, Witness
-from observability.tracing import recent
+from observability.tracing import timeline_of
 
 TRACE_S = 60.0
-TRACED = 2000
-"""Operations of the trace of the time before, at most."""
-DUMPED = 8192
-"""Operations of a dump, at most."""
+DUMPED = 512
+"""Operations of a dump and of the trace, at most: to write more would hold up the error that is raised."""
 LOOKED_AT = 4
 """Other ranks whose processes are looked at, which may take a second each."""
 DUMP = "flight_"
@@ -62,16 +60,16 @@ def write_part(
     path = folder / f"{kind}-{rank}.json"
     if path.exists():
         return
-    part = part_of(info, why, error)
+    recording = recorder.recording(rank)
+    last = attrs.evolve(recording, operations=recording.operations[-DUMPED:])
+    part = part_of(info, why, error, last)
     if looks and error is not None:
         part["outside"] = _outside(info, blamed(error)[:LOOKED_AT])
     folders.write(path, json.dumps(part, default=repr))
-    recording = recorder.recording(rank)
-    last = attrs.evolve(recording, operations=recording.operations[-DUMPED:])
     folders.write(folder / f"{DUMP}{rank}", encode(last))
 
 
-def part_of(info: GroupInfo, why: str, error: BaseException | None) -> dict[str, Any]:
+def part_of(info: GroupInfo, why: str, error: BaseException | None, last: Recording) -> dict[str, Any]:
     """Return the part of a rank as plain data."""
     thread_id = threading.main_thread().ident or 0
     witness = Witness(metrics.instrument, recorder, thread_id, lambda: info)
@@ -93,7 +91,7 @@ def part_of(info: GroupInfo, why: str, error: BaseException | None) -> dict[str,
         "why": why,
         "error": None if error is None else _error(error),
         "state": state,
-        "timeline": recent(recorder, global_rank(info), TRACE_S, TRACED).document(),
+        "timeline": timeline_of(last, time.monotonic_ns() - int(TRACE_S * 1e9)).document(),
         "kernel": {"process": attrs.asdict(kernel_view(os.getpid())), "load": os.getloadavg(), **_memory()},
         "versions": _versions(),
         "program": sys.argv[:1],
