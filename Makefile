@@ -18,7 +18,7 @@ TORCH_CPU := $(if $(GPU)$(findstring +,$(TORCH)),,$(TORCH)+cpu)
 # What the extensions are built from: setup.py.
 COMPILED := $(shell find dist2 -name '*.[ch]' -o -name '*.pyx' -o -name '*.pxd')
 
-.PHONY: demo test test-all lint format docs fuzz clean wheel gpu-test gpu-bench
+.PHONY: core-test demo test test-all lint format docs fuzz clean wheel gpu-test gpu-bench
 
 $(VENV)/.installed: pyproject.toml setup.py $(COMPILED)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("dist2 needs Python 3.11 or newer; $(PYTHON) is Python %d.%d. Name another one: make $(or $(MAKECMDGOALS),demo) PYTHON=python3.12" % sys.version_info[:2])'
@@ -62,6 +62,17 @@ gpu-test: build/dist2.egg-info
 
 gpu-bench: build/dist2.egg-info
 	$(IN_PLACE) benchmarks/nccl.py
+
+# The core alone, without Python, under sanitizers. CC names the compiler.
+CORE := $(wildcard dist2/core/*.c)
+
+core-test:
+	@mkdir -p build
+	@for sanitizer in address,undefined thread; do \
+	  echo "core: -fsanitize=$$sanitizer"; \
+	  $(CC) -std=gnu11 -O1 -g -Wall -Wextra -fsanitize=$$sanitizer -Idist2/core $(CORE) -o build/core-test -lpthread && \
+	  build/core-test || exit 1; \
+	done
 
 # As test, with the exhaustive sweeps.
 test-all: $(VENV)/.installed

@@ -12,7 +12,8 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError
 
-SOURCE = Path("dist2/compiled/source")
+SOURCE, CORE = Path("dist2/compiled/source"), Path("dist2/core")
+HEADERS = sorted(map(str, [*SOURCE.rglob("*.h"), *CORE.glob("*.h")]))
 
 FLAGS = [
     "-std=gnu11",
@@ -48,8 +49,8 @@ def in_cython():
         Extension(
             ".".join(each.with_suffix("").parts),
             sources=[str(each)],
-            depends=sorted(map(str, SOURCE.rglob("*.h"))),
-            include_dirs=[str(SOURCE)],
+            depends=HEADERS,
+            include_dirs=[str(SOURCE), str(CORE)],
             extra_compile_args=FLAGS,
         )
         for each in sorted(modules)
@@ -62,8 +63,8 @@ setup(
         Extension(
             "dist2.compiled._native",
             sources=sorted(map(str, SOURCE.rglob("*.c"))),
-            depends=sorted(map(str, SOURCE.rglob("*.h"))),
-            include_dirs=[str(SOURCE)],
+            depends=HEADERS,
+            include_dirs=[str(SOURCE), str(CORE)],
             extra_compile_args=[*FLAGS, "-Wall", "-Wextra"],
         ),
         *cythonize(in_cython(), build_dir="build/cython", language_level=3, quiet=True),

@@ -10,7 +10,7 @@ import attrs
 
 from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.selection import select
-from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, SWEPT, Row, Thresholds, column
+from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Row, Thresholds, column
 from dist2.cli.bench.workloads import Case
 from dist2.operation.kinds import OpKind
 
@@ -30,7 +30,7 @@ class Crossing:
         kind: The operation.
         transport: The transport of the ranks.
         low, high: The smallest and largest size to try; those between double.
-        shared: On tensors from `dist2.shared_empty`, which are mapped: all operations lend them, or none.
+        shared: On tensors from `dist2.shared_empty`, which are mapped.
         ranks: Least number of ranks.
         plain: The constant is a size. Others are computed by selection from size and ranks.
     """
@@ -64,15 +64,8 @@ class Crossing:
         return limits.changed({self.constant: (*found[:at], value, *found[at + 1 :])})
 
     def thresholds(self, value: int, world_size: int) -> Thresholds:
-        """Return the defaults with this constant replaced; in shared memory all else stays in slots.
-
-        If the constant ends a range that uses slots, all shorter vectors are exposed.
-        """
-        defaults = DEFAULT_THRESHOLDS
-        if self.constant in SWEPT:
-            defaults = defaults.lent_from(NEVER)
-        elif self.transport == "auto":
-            defaults = defaults.lent_from(value if self.shared else ALWAYS)
+        """Return the defaults with this constant replaced; in shared memory all else stays in slots."""
+        defaults = DEFAULT_THRESHOLDS.mapped_from(ALWAYS) if self.transport == "auto" else DEFAULT_THRESHOLDS
         return self.changed(defaults, value, world_size)
 
     def value_at(self, nbytes: int, world_size: int) -> int:
@@ -141,25 +134,24 @@ def _best_count(sums: Sequence[float]) -> int:
     return max(range(len(sums)), key=lambda count: sums[count])
 
 
-_LENT_KINDS = {
-    "all_reduce_lent_bytes": OpKind.ALL_REDUCE,
-    "reduce_lent_bytes": OpKind.REDUCE,
-    "reduce_scatter_lent_bytes": OpKind.REDUCE_SCATTER_SINGLE,
-    "broadcast_lent_bytes": OpKind.BROADCAST,
-    "all_gather_lent_bytes": OpKind.ALL_GATHER_SINGLE,
-    "gather_lent_bytes": OpKind.GATHER,
-    "scatter_lent_bytes": OpKind.SCATTER,
-    "all_to_all_lent_bytes": OpKind.ALL_TO_ALL_SINGLE,
+_MAPPED_KINDS = {
+    "all_reduce_mapped_bytes": OpKind.ALL_REDUCE,
+    "reduce_mapped_bytes": OpKind.REDUCE,
+    "reduce_scatter_mapped_bytes": OpKind.REDUCE_SCATTER_SINGLE,
+    "broadcast_mapped_bytes": OpKind.BROADCAST,
+    "all_gather_mapped_bytes": OpKind.ALL_GATHER_SINGLE,
+    "gather_mapped_bytes": OpKind.GATHER,
+    "scatter_mapped_bytes": OpKind.SCATTER,
+    "all_to_all_mapped_bytes": OpKind.ALL_TO_ALL_SINGLE,
 }
-
-_SWEPT_KINDS = {name: _LENT_KINDS[name.replace("_swept_", "_lent_")] for name in SWEPT}
 
 CROSSINGS = (
     Crossing("one_shot_bytes", OpKind.ALL_REDUCE, "auto", 4 << 10, 1 << 20, plain=True),
     Crossing("one_shot_reduce_bytes", OpKind.REDUCE, "auto", 16 << 10, 8 << 20, plain=True),
-    Crossing("lending_bytes", OpKind.ALL_REDUCE, "auto", 64 << 10, 8 << 20, shared=True, plain=True),
-    *(Crossing(name, kind, "auto", 8 << 10, 4 << 20, plain=True) for name, kind in _LENT_KINDS.items()),
-    *(Crossing(name, kind, "auto", 512 << 10, 16 << 20, plain=True) for name, kind in _SWEPT_KINDS.items()),
+    *(
+        Crossing(name, kind, "auto", 8 << 10, 4 << 20, shared=True, plain=True)
+        for name, kind in _MAPPED_KINDS.items()
+    ),
     Crossing("whole_bytes", OpKind.ALL_REDUCE, "tcp", 32 << 10, 8 << 20),
     Crossing("whole_reduce_bytes", OpKind.REDUCE, "tcp", 256 << 10, 16 << 20),
     Crossing("tree_bytes", OpKind.BROADCAST, "tcp", 64 << 10, 16 << 20, ranks=5, plain=True),

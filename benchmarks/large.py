@@ -56,7 +56,7 @@ class Plan:
 
 @attrs.frozen
 class Groups:
-    """The two groups of a rank: as it comes, and one that never reaches into tensors."""
+    """The two groups of a rank: as it comes, and one that never reads tensors in place."""
 
     usual: dist2.ProcessGroup
     slots: dist2.ProcessGroup
@@ -92,7 +92,7 @@ def measure(plan: Plan, rank: int, store_path: str) -> dict[int, dict[str, list[
     store = store_at(store_path, plan.ranks)
     referee = Referee(store, rank, plan.ranks)
     tuning = f"{store_path}-{rank}.json"
-    Tuning(Thresholds().lent_from(NEVER)).write(tuning)
+    Tuning(Thresholds().mapped_from(NEVER)).write(tuning)
     make = partial(dist2.new_group, "socket", 60.0, rank=rank, world_size=plan.ranks)
     with (
         make(store=PrefixStore("usual", store)) as usual,

@@ -17,11 +17,14 @@ from collections.abc import Sequence
 
 import torch
 
-from dist2.compiled import steps
+from dist2.compiled.engine import WORDS_OF_CONTROL, share
 from dist2.errors import Dist2Error, InvalidUsageError
 from dist2.runtime.arguments import as_int
 from dist2.runtime.process import InChild, in_child
 from dist2.runtime.shared_memory import Arena, ArenaLocator
+
+HEADER_WORDS: int = WORDS_OF_CONTROL["HEADER_WORDS"]
+IS_MAPPED: int = WORDS_OF_CONTROL["IS_MAPPED"]
 
 
 def shared_empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -66,9 +69,16 @@ def locator_of(addresses: Sequence[int]) -> ArenaLocator | None:
     return arena.locator if all(start <= address < stop for address in addresses) else None
 
 
-def _tell_scripts(address: int, nbytes: int) -> None:
-    """Have scripts know where the shared tensors of this process lie."""
-    steps.share(address, nbytes)
+def header_of(locator: ArenaLocator, flags: int) -> list[int]:
+    """Return the words by which a table of exposed memory names the file that it lies in."""
+    token = bytes.fromhex(locator.token)
+    halves = [int.from_bytes(token[at : at + 8], "little") for at in (0, 8)]
+    return [flags, 0, locator.fd, locator.nbytes, locator.address, *halves]
+
+
+def _forget() -> None:
+    """Have plans know no shared tensors of this process."""
+    share(0, 0, [0] * HEADER_WORDS)
 
 
 def _extents(shape: Sequence[int | Sequence[int]]) -> tuple[int, ...]:
@@ -91,7 +101,7 @@ class TensorMemory:
 
     def __init__(self) -> None:
         self.arena = Arena(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-        _tell_scripts(self.arena.address, self.arena.nbytes)
+        share(self.arena.address, self.arena.nbytes, header_of(self.arena.locator, IS_MAPPED))
         self._lock = threading.Lock()
         self._returned: deque[tuple[int, int]] = deque()
 
@@ -148,4 +158,4 @@ class _Process:
 
 
 _process = _Process()
-in_child(InChild.SHARED_TENSORS)(lambda: _tell_scripts(0, 0))
+in_child(InChild.SHARED_TENSORS)(_forget)

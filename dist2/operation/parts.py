@@ -11,7 +11,7 @@ from time import monotonic_ns
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from dist2.compiled import steps
+from dist2.compiled.engine import take_parts
 from dist2.operation.signature import Operation
 from dist2.runtime.deadline import deadline_in
 
@@ -49,7 +49,7 @@ class PartsLog:
         """Record the parts of all operations of this process that begin in the next seconds."""
         self._until_ns = deadline_in(seconds)
         self.on = True
-        steps.take_parts(self.take)
+        take_parts(self.take)
 
     def take(self, operation: Operation, begun_ns: int, parts: Iterable[tuple[str, int, int]]) -> None:
         """Add parts to those of an operation; a last one without a length has lasted until these begin.
@@ -74,7 +74,7 @@ class PartsLog:
     def stop(self) -> None:
         """Record no more; what was recorded stays as long as its operations do."""
         self.on = False
-        steps.take_parts(None)
+        take_parts(None)
 
     def of(self, operation: Operation) -> Sequence[Part]:
         """Return the parts of an operation, in their order."""

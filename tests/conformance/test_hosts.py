@@ -150,8 +150,8 @@ def test_what_a_rank_reads_of_one_that_has_given_up_goes_to_nobody(monkeypatch: 
     borrow = Borrowing.borrow
     calls = itertools.count()
 
-    def slowly(self: Borrowing, wanted: Sequence[tuple[int, int]], tensors: int) -> list[Borrowed]:
-        borrowed = borrow(self, wanted, tensors)
+    def slowly(self: Borrowing, wanted: Sequence[tuple[int, int]]) -> list[Borrowed]:
+        borrowed = borrow(self, wanted)
         if wanted == ((1, 0),) and next(calls):
             lent.set()
             back.wait(20)

@@ -24,40 +24,6 @@ REUSED = -2.0
 Access = Callable[[ProcessGroup, torch.Tensor, torch.Tensor], None]
 
 
-def _all_reduce(pg: ProcessGroup, given: torch.Tensor, taken: torch.Tensor) -> None:
-    pg.all_reduce(taken)
-
-
-def _reduce(pg: ProcessGroup, given: torch.Tensor, taken: torch.Tensor) -> None:
-    pg.reduce(taken, 0)
-
-
-def _broadcast(pg: ProcessGroup, given: torch.Tensor, taken: torch.Tensor) -> None:
-    pg.broadcast(taken, 0)
-
-
-def _gather(pg: ProcessGroup, given: torch.Tensor, taken: torch.Tensor) -> None:
-    parts = list(taken.split(NUMEL // 2)) if pg.rank() == 0 else []
-    pg.gather(parts, given[: NUMEL // 2], root=0)
-
-
-def _scatter(pg: ProcessGroup, given: torch.Tensor, taken: torch.Tensor) -> None:
-    parts = list(given.split(NUMEL // 2)) if pg.rank() == 0 else []
-    pg.scatter(taken[: NUMEL // 2], parts, root=0)
-
-
-def _all_gather(pg: ProcessGroup, given: torch.Tensor, taken: torch.Tensor) -> None:
-    pg.all_gather_single(taken, given[: NUMEL // 2])
-
-
-def _reduce_scatter(pg: ProcessGroup, given: torch.Tensor, taken: torch.Tensor) -> None:
-    pg.reduce_scatter_single(taken[: NUMEL // 2], given)
-
-
-def _all_to_all(pg: ProcessGroup, given: torch.Tensor, taken: torch.Tensor) -> None:
-    pg.all_to_all_single(taken, given)
-
-
 def _send(pg: ProcessGroup, given: torch.Tensor, taken: torch.Tensor) -> None:
     if pg.rank() == 0:
         pg.send(given, 1)
@@ -71,19 +37,11 @@ def _isend(pg: ProcessGroup, given: torch.Tensor, taken: torch.Tensor) -> None:
 
 
 ACCESSES: dict[str, Access] = {
-    "all_reduce": _all_reduce,
-    "reduce": _reduce,
-    "broadcast": _broadcast,
-    "gather": _gather,
-    "scatter": _scatter,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
     "send": _send,
     "isend": _isend,
 }
 
-_GIVERS = {("reduce", 1), ("broadcast", 0), ("gather", 1), ("scatter", 0), ("send", 0), ("isend", 0)}
+_GIVERS = {("send", 0), ("isend", 0)}
 
 
 @attrs.frozen
@@ -118,7 +76,7 @@ class AccessCell:
 
     def play(self, stage: Stage) -> None:
         """Be stopped, or stop the other and look after the own tensors."""
-        pg = stage.group(self.roles, algorithm="single_copy")
+        pg = stage.group(self.roles)
         given, taken = torch.ones(NUMEL), torch.ones(NUMEL)
         call = ACCESSES[self.operation]
         for _ in range(WARM_UPS):
@@ -158,8 +116,4 @@ class AccessCell:
         assert not written, f"{written} elements were written after the call has raised"
 
 
-ACCESS_CELLS = (
-    *(AccessCell(operation, victim) for operation in ACCESSES for victim in (0, 1)),
-    AccessCell("all_reduce", 0, 2),
-    AccessCell("all_reduce", 1, 2),
-)
+ACCESS_CELLS = tuple([AccessCell(operation, victim) for operation in ACCESSES for victim in (0, 1)])

@@ -62,9 +62,9 @@ def come_late() -> None:
     borrow, opening = Borrowing.borrow, Rails.open
     gave_up: list[Callable[[], list[int]]] = []
 
-    def noting(self: Borrowing, wanted: Sequence[tuple[int, int]], tensors: int) -> list[Borrowed]:
+    def noting(self: Borrowing, wanted: Sequence[tuple[int, int]]) -> list[Borrowed]:
         gave_up[:] = [self.recall.gave_up]
-        return borrow(self, wanted, tensors)
+        return borrow(self, wanted)
 
     def late(self: Rails, seq: int, early: Mapping[int, int]) -> bool:
         opened = opening(self, seq, early)

@@ -47,7 +47,7 @@ def build(folder: Path, what: str = "--wheel", compiler: str = 'cc "$@" -O0') ->
     unwanted = shutil.ignore_patterns("__pycache__", "*.so")
     for package in ("dist2", "observability", "tests", "examples", "benchmarks"):
         shutil.copytree(ROOT / package, source / package, ignore=unwanted)
-    for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for file in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source)
     return run(
         [sys.executable, "-m", "build", what, "--no-isolation", "--outdir", folder / "dist", source],
@@ -88,7 +88,7 @@ def test_it_holds_what_it_must_and_no_more(wheel: Path) -> None:
     } <= shown
     assert shown <= set(names)
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"dist2", "observability"}
-    assert not [name for name in names if name.endswith((".c", ".h"))]
+    assert not [name for name in names if name.endswith((".c", ".h", ".pyx", ".pxd"))]
     (license_file,) = (name for name in names if name.endswith("/LICENSE"))
     assert b"Apache License" in zipfile.ZipFile(wheel).read(license_file)
 
@@ -102,18 +102,20 @@ def test_every_module_is_in_it(wheel: Path) -> None:
     assert here == {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")}
 
 
-def test_the_extension_is_in_it(wheel: Path) -> None:
+def test_the_extensions_are_in_it(wheel: Path) -> None:
     names = [Path(name) for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
-    assert [str(name.parent / name.name.partition(".")[0]) for name in names] == ["dist2/compiled/_native"]
+    modules = {str(name.parent / name.name.partition(".")[0]) for name in names}
+    assert {"dist2/compiled/_native", "dist2/compiled/engine"} <= modules
 
 
-def test_the_sources_of_the_extension_are_in_the_source_archive(tmp_path: Path) -> None:
+def test_the_sources_of_the_extensions_are_in_the_source_archive(tmp_path: Path) -> None:
     made = build(tmp_path, "--sdist")
     assert made.code == 0, made
     (archive,) = (tmp_path / "dist").glob("*.tar.gz")
     with tarfile.open(archive) as opened:
         packed = {name.partition("/")[2] for name in opened.getnames()}
-    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "dist2/compiled/source").rglob("*.[ch]")}
+    kinds = {".c", ".h", ".pyx", ".pxd"}
+    sources = {str(each.relative_to(ROOT)) for each in (ROOT / "dist2").rglob("*") if each.suffix in kinds}
     assert sources | {"setup.py"} <= packed
 
 

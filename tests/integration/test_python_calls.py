@@ -21,8 +21,8 @@ from support.processes import run_processes
 
 from dist2 import ProcessGroup
 
-FIRST_OF_8_BYTES = 350
-FIRST_OF_1_MIB = 1000
+FIRST_OF_8_BYTES = 235
+FIRST_OF_1_MIB = 660
 REPEATED_OF_8_BYTES = 0
 
 

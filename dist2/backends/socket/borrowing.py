@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 import attrs
 import torch
 
-from dist2.backends.socket.bound_steps import Bound, copying, expecting, finding, reading
+from dist2.backends.socket.bound_steps import Bound, copying, expecting, finding, reading, script_of
+from dist2.backends.socket.host import Host, Script
+from dist2.backends.socket.lowering import MAPPED
+from dist2.backends.socket.lowering import Place as AnyPlace
 from dist2.backends.socket.memory import copy_bytes
-from dist2.backends.socket.reaching import Place
-from dist2.backends.socket.script import Script, script_of
 from dist2.backends.socket.transport import cross_memory
 from dist2.backends.socket.transport.boards.board import Board
-from dist2.backends.socket.transport.boards.control_words import GAVE_UP
 from dist2.backends.socket.transport.boards.lending import Lending, Lent, Tables
 from dist2.backends.socket.transport.boards.recall import Recall
 from dist2.errors import PeerLostError
@@ -26,11 +26,21 @@ from dist2.operation.signature import Operation
 
 Kinds = tuple[int, Tables]
 """The properties that scripts depend on: the parity of the fence, and the access to each member's memory."""
-Looks = tuple[list[Bound], int]
-"""Steps by which a script finds the others' memory, and the number of its parts."""
+Looks = list[Bound]
+"""Steps by which a script finds the others' memory."""
 
-WORD_BYTES = 8
-"""The size of each word in a member's page."""
+
+@attrs.frozen
+class Place:
+    """The begin of a span in this process.
+
+    Attributes:
+        address: Where it lies.
+        any_call: The same for a script.
+    """
+
+    address: int
+    any_call: AnyPlace
 
 
 @attrs.frozen
@@ -44,7 +54,7 @@ class Borrowed:
         pid: In which process; 0: it is mapped in this one.
         pidfd: Readable once that process has ended.
         address: Where its first byte lies.
-        number: Which tensor of a call it is in scripts.
+        number: Which of the places it is that a script finds.
     """
 
     board: Board
@@ -67,17 +77,16 @@ class Borrowed:
         again.
         """
         there, to = self.address + start, into.address
-        places = into.any_call, (self.number, start)
+        places = into.any_call, AnyPlace(MAPPED, self.number, start)
         if not self.pid:
             copy = copying(lambda operation: copy_bytes(to, there, nbytes), *places, nbytes)
             return [copy, self._lent()]
         read = self._reaching(cross_memory.bound_read(self.pid, to, there, nbytes))
-        return [reading(read, self.owner, self.pid, self.pidfd, *places, nbytes), self._lent()]
+        return [reading(read, self.pid, self.pidfd, *places, nbytes), self._lent()]
 
     def _lent(self) -> Bound:
         """Return a callable that raises if the memory is no longer lent."""
-        flag = self.board.regions.page_address(self.owner) + WORD_BYTES * GAVE_UP
-        return expecting(self._check, flag, bytes(WORD_BYTES))
+        return expecting(self._check, self.owner)
 
     def _check(self, operation: Operation) -> None:
         if self.owner in self.recall.gave_up():
@@ -112,6 +121,8 @@ class Borrowing:
         self._lending = lending
         self.recall = Recall(board)
         self._first = 0
+        self._known: Tables = ()
+        self._host = Host(board, lending)
         self._pidfds = {each.rank: each.neighbour.fileno() for each in board.members}
 
     @property
@@ -128,19 +139,23 @@ class Borrowing:
     def kinds(self) -> Kinds:
         """Return the kind of access to the memory exposed since the last fence, not its addresses."""
         parity = self._board.phase & 1
-        return parity, self._lending.kinds(parity)
+        kinds = self._lending.kinds(parity)
+        if kinds != self._known:  # scripts find it in the way that was known last
+            for rank in self._pidfds:
+                self._lending.find(rank)
+            self._known = kinds
+        return parity, kinds
 
-    def borrow(self, wanted: Sequence[tuple[int, int]], tensors: int) -> list[Borrowed]:
+    def borrow(self, wanted: Sequence[tuple[int, int]]) -> list[Borrowed]:
         """Return the memory that others expose since the last fence.
 
         Args:
             wanted: Which part of which member's memory.
-            tensors: How many a call has.
 
         Raises:
             PeerLostError: A member is gone.
         """
-        lent, found = self._lent(tensors), []
+        lent, found = self._lent(), []
         for owner, part in wanted:
             theirs = lent[owner]
             address, number = theirs.addresses[part], theirs.first + part
@@ -149,31 +164,26 @@ class Borrowing:
             )
         return found
 
-    def looks(self, tensors: int) -> Looks:
+    def looks(self) -> Looks:
         """Return steps by which a script finds the memory exposed since the last fence; see `borrow`."""
-        board, (parity, kinds) = self._board, self.kinds()
-        how = dict(zip(sorted([board.rank, *(each.rank for each in board.members)]), kinds, strict=True))
-        looks, parts = [], 0
-        for rank, theirs in self._lent(tensors).items():
-            place, count = self._lending.place(rank, parity), len(theirs.addresses)
-            looks.append(finding(_never, place, how[rank], theirs.first, count, theirs.shift))
-            parts += count
-        return looks, parts
+        wanted = [
+            (rank, part) for rank, theirs in self._lent().items() for part in range(len(theirs.addresses))
+        ]
+        return [finding(wanted, self._board.phase & 1)]
 
-    def _lent(self, tensors: int) -> dict[int, Lent]:
-        lent = self._lending.reached(self._lending.tables(self._board.phase & 1), tensors=tensors)
+    def _lent(self) -> dict[int, Lent]:
+        lent = self._lending.reached(self._lending.tables(self._board.phase & 1))
         assert lent is not None  # all members have agreed that they can
         return lent
 
-    def script_of(self, steps: Sequence[Bound], tensors: int, parts: int) -> Script | None:
-        """Return steps in C, where they can be.
+    def script_of(self, steps: Sequence[Bound], tensors: int) -> Script | None:
+        """Return steps in a script of the core, where they can be.
 
         Args:
             steps: With places in the tensors of a call, and in exposed memory of others.
             tensors: How many a call has.
-            parts: How many parts others lend: see `looks`.
         """
-        return script_of(self._board, steps, tensors, 0, parts)
+        return script_of(self._board, self._host, steps, tensors)
 
     def check(self, operation: Operation) -> None:
         """Raise if a member has given up: the bytes read from it may not be those that it exposed."""
@@ -182,10 +192,6 @@ class Borrowing:
     def give_up(self, error: BaseException) -> None:
         """Withdraw the memory that this member exposed; return when no other member uses it any more."""
         self.recall.give_up(self._first, error)
-
-
-def _never(operation: Operation) -> None:
-    raise AssertionError("exposed memory does not change before the last fence")
 
 
 class Accord:

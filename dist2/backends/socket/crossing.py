@@ -1,9 +1,9 @@
 """`CrossingProgram`: runs plans that expose tensors inside a host and exchange messages between hosts.
 
 The steps between two messages or fences of a plan are local work: reads and writes of memory that other ranks
-of the host expose, copies and folds. With the C extension, a script does local work and messages: everything
-between two fences is one call, for any tensors (see `journey.py`). Without it, Python sends and receives, and
-local work is bound once for each set of addresses, the caller's and the exposed ones (see `script.py`).
+of the host expose, copies and folds. A script does local work and messages: everything between two fences is
+one call, for any tensors (see `journey.py`). Where a script cannot go on, Python sends and receives, and
+local work is bound once for each set of addresses, the caller's and the exposed ones.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from functools import partial
 import attrs
 import torch
 
-from dist2.backends.socket import reaching
+from dist2.backends.socket import borrowing as borrowed_memory
 from dist2.backends.socket.algorithms.schedule import Buffer
 from dist2.backends.socket.borrowing import Borrowed, Borrowing, Kinds, Looks
-from dist2.backends.socket.bound_steps import Bound, Folding, copying, folding
+from dist2.backends.socket.bound_steps import Bound, copying, folding
 from dist2.backends.socket.executor import Memory, MessageExecutor, Tensors
-from dist2.backends.socket.flat import addresses
+from dist2.backends.socket.host import Script
 from dist2.backends.socket.journey import Bind, Itinerary, Journey, Local
+from dist2.backends.socket.layout import addresses
+from dist2.backends.socket.lowering import TENSOR
+from dist2.backends.socket.lowering import Place as AnyPlace
 from dist2.backends.socket.memory import copy_bytes, tensor_at
 from dist2.backends.socket.overlap import (
     Action,
@@ -33,7 +36,7 @@ from dist2.backends.socket.overlap import (
 )
 from dist2.backends.socket.passing import Passing, Ways
 from dist2.backends.socket.plan import Plan
-from dist2.backends.socket.script import Script
+from dist2.backends.socket.reduction import Folding
 from dist2.backends.socket.transport.messages.rails import Rails
 from dist2.operation.signature import Operation
 from dist2.runtime.cache import keep
@@ -64,7 +67,7 @@ class Work:
         at, count = 0, self.looks + len(self.steps)
         while at < count:
             if self.script is not None:
-                at = self.script.run(operation, tensors, (), 0, at)
+                at = self.script.run_from(operation, (), tensors, at)
                 if at == count:
                     return
             work, number = self.steps[at - self.looks]
@@ -121,7 +124,7 @@ class CrossingProgram:
             with traffic:
                 self._run(self._at_first(memories), operation, traffic, memories)
                 borrowing.check(operation)
-                borrowed = self._borrow(borrowing, operation, len(memories))
+                borrowed = self._borrow(borrowing, operation)
                 self._run(self._behind(memories, borrowed), operation, traffic, memories, borrowed)
                 borrowing.check(operation)
         except BaseException as error:
@@ -134,9 +137,9 @@ class CrossingProgram:
         lent = outputs if plan.lends is Buffer.OUTPUT else inputs
         return addresses(lent, plan.lent, plan.dtype.itemsize)
 
-    def _borrow(self, borrowing: Borrowing, operation: Operation, tensors: int) -> Sequence[Borrowed]:
+    def _borrow(self, borrowing: Borrowing, operation: Operation) -> Sequence[Borrowed]:
         """Return the memory that the plan accesses; all members are at the first fence."""
-        return borrowing.borrow(self._plan.borrows, tensors)
+        return borrowing.borrow(self._plan.borrows)
 
     def _passing(self, operation: Operation, memories: Sequence[Memory]) -> Passing:
         """Return the messages of a call."""
@@ -179,7 +182,7 @@ class CrossingProgram:
             actions = self._before
             if self._rails is not None:
                 actions = tuple([each for each in actions if not isinstance(each, Messages)])
-            self._first = self._by_stages(actions, self._binder(memories, ()), ([], 0))
+            self._first = self._by_stages(actions, self._binder(memories, ()), [])
         return self._first
 
     def _behind(self, memories: Sequence[Memory], borrowed: Sequence[Borrowed]) -> tuple[Stage, ...]:
@@ -189,7 +192,7 @@ class CrossingProgram:
         found = self._stages.get(kinds)
         if found is None:
             binder = self._binder(memories, borrowed)
-            looks: Looks = ([], 0) if borrowing is None else borrowing.looks(len(memories))
+            looks: Looks = [] if borrowing is None else borrowing.looks()
             found = self._by_journeys(binder, looks)
             if not found:
                 posted = () if rails is None else (self._posted,)
@@ -219,10 +222,10 @@ class CrossingProgram:
         stages: list[Stage] = []
         rest: list[Action] = [self._posted, *self._after]
         while rest:
-            itinerary = Itinerary(rails, ways.lots, binder.bind, looks[0])
+            itinerary = Itinerary(rails, ways.lots, binder.bind, looks)
             while rest and not isinstance(rest[0], Meet):
                 itinerary.add(rest.pop(0))
-            journey = itinerary.end(borrowing, binder.tensors, looks[1])
+            journey = itinerary.end(borrowing, binder.tensors)
             if journey is None:
                 return ()
             stages.append(journey)
@@ -262,11 +265,8 @@ class CrossingProgram:
         steps = tuple([(work, number) for work, number, _ in bound])
         script = None
         if self._borrowing is not None:
-            first, parts = looks
-            script = self._borrowing.script_of(
-                [*first, *(step for _, _, step in bound)], binder.tensors, parts
-            )
-        return Work(needs, steps, 0 if script is None else len(looks[0]), script)
+            script = self._borrowing.script_of([*looks, *(step for _, _, step in bound)], binder.tensors)
+        return Work(needs, steps, 0 if script is None else len(looks), script)
 
 
 class Binder:
@@ -309,8 +309,9 @@ class Binder:
         copy = partial(_copy, dst.address, src.address, nbytes)
         return [copying(copy, dst.any_call, src.any_call, nbytes)]
 
-    def _at(self, place: Place) -> reaching.Place:
-        return reaching.Place(0, self._own[place.memory] + place.start, (place.memory, place.start))
+    def _at(self, place: Place) -> borrowed_memory.Place:
+        any_call = AnyPlace(TENSOR, place.memory, place.start)
+        return borrowed_memory.Place(self._own[place.memory] + place.start, any_call)
 
     def _reach(self, work: Reach) -> list[Bound]:
         dst, src = work.dst, work.src
@@ -325,9 +326,9 @@ class Binder:
         return folding(
             lambda operation: function(target, views),
             fold,
+            self._dtype,
             dst.any_call,
             [src.any_call for src in srcs],
-            work.dst.nbytes,
             numel,
         )
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dist2.backends.socket.borrowing import Borrowed, Borrowing
 from dist2.backends.socket.crossing import CrossingProgram
 from dist2.backends.socket.executor import MessageExecutor, Tensors
-from dist2.backends.socket.flat import addresses
-from dist2.backends.socket.layout import Layout
+from dist2.backends.socket.layout import Layout, addresses
 from dist2.backends.socket.plan import Plan
 from dist2.errors import MismatchError
 from dist2.operation.signature import Operation
@@ -52,8 +51,8 @@ class CrossingExchange(CrossingProgram):
         bounds = ((starts[each], starts[each] + numels[each] * self._itemsize) for each in self._beside)
         return [address for pair in bounds for address in pair]
 
-    def _borrow(self, borrowing: Borrowing, operation: Operation, tensors: int) -> Sequence[Borrowed]:
-        found = borrowing.borrow(self._wanted, tensors)
+    def _borrow(self, borrowing: Borrowing, operation: Operation) -> Sequence[Borrowed]:
+        found = borrowing.borrow(self._wanted)
         starts = {}
         for start, end in zip(found[::2], found[1::2], strict=True):
             sent, received = (end.address - start.address) // self._itemsize, self._received[start.owner]

@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import attrs
 
 from dist2.backends.socket.borrowing import Borrowing
-from dist2.backends.socket.bound_steps import Bound, Place, Tensors, receiving, seeing_off, sending
+from dist2.backends.socket.bound_steps import Bound, Tensors, moving
+from dist2.backends.socket.host import Script
+from dist2.backends.socket.lowering import TENSOR, Place
 from dist2.backends.socket.overlap import Action, Combine, Message, Messages, Move
 from dist2.backends.socket.passing import Passing
-from dist2.backends.socket.script import Script
 from dist2.backends.socket.transport.boards.recall import Recall
 from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.rails import Rails
+from dist2.compiled import steps
 from dist2.operation.signature import Operation
 
 
@@ -76,7 +78,7 @@ class Journey:
             while at < count:
                 if not rails.is_open and traffic.is_quiet:
                     rails.open(operation.seq, traffic.early)
-                at = self.script.run(operation, tensors, (), 0, at)
+                at = self.script.run_from(operation, (), tensors, at)
                 if at == count or (rails.is_open and rails.go_on(operation.deadline_ns)):
                     continue
                 stop = self.stops.get(at)
@@ -135,6 +137,7 @@ class Itinerary:
         self._lots = lots
         self._bind = bind
         self._bound = [*looks]
+        self._movers = steps.Movers()
         self._stops: dict[int, Stop] = {}
         self._local: dict[int, tuple[Local, int]] = {}
         self._awaited: dict[int, Message] = {}
@@ -152,16 +155,15 @@ class Itinerary:
                 self._local[len(self._bound)] = action, number
                 self._bound.append(step)
 
-    def end(self, borrowing: Borrowing, tensors: int, parts: int) -> Journey | None:
+    def end(self, borrowing: Borrowing, tensors: int) -> Journey | None:
         """Return the journey, which ends when all its messages are done; None where it cannot run in C.
 
         Args:
             borrowing: Accesses memory for its local work.
             tensors: How many a call has.
-            parts: How many parts others lend.
         """
         self._need(sorted([*self._awaited, *self._sent]))
-        script = borrowing.script_of(self._bound, tensors, parts)
+        script = borrowing.script_of(self._bound, tensors)
         if script is None:
             return None
         count = len(self._bound)
@@ -187,7 +189,7 @@ class Itinerary:
 
         self._stop(send)
         self._sent[message.number] = message
-        self._bound.append(sending(send, *self._carried(message)))
+        self._bound.append(self._moved(send, message, sends=True))
 
     def _receive(self, message: Message) -> None:
         def receive(traffic: Passing) -> None:
@@ -195,12 +197,14 @@ class Itinerary:
 
         self._stop(receive, message.number)
         del self._awaited[message.number]
-        self._bound.append(receiving(receive, *self._carried(message)))
+        self._bound.append(self._moved(receive, message, sends=False))
 
-    def _carried(self, message: Message) -> tuple[object, bytes, Place, int, int]:
+    def _moved(self, action: Callable[[Passing], None], message: Message, *, sends: bool) -> Bound:
         rail, header = self._rails.rail(message.peer), self._rails.header(self._lots[message.number])
         place = message.place
-        return rail, header, (place.memory, place.start), place.nbytes, message.number
+        mover = (self._movers.send if sends else self._movers.receive)(rail, header)
+        there = Place(TENSOR, place.memory, place.start)
+        return moving(action, mover, there, place.nbytes, message.number, sends)
 
     def _see_off(self, peer: int, last: int) -> None:
         """Wait for the sends to a member up to a message: all are sent in the order of their numbers."""
@@ -214,4 +218,5 @@ class Itinerary:
             traffic.wait(numbers)
 
         self._stop(wait)
-        self._bound.append(seeing_off(wait, self._rails.rail(peer), last))
+        mover = self._movers.sent(self._rails.rail(peer))
+        self._bound.append(moving(wait, mover, Place(TENSOR, 0, 0), 0, last, True))

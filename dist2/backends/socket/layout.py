@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 import torch
 
@@ -23,6 +25,11 @@ class Parts:
         """How many tensors there are."""
         return 1 if self.single else len(self.numels)
 
+    def sizes(self, itemsize: int) -> list[int]:
+        """Return the bytes of each tensor."""
+        numels = [sum(self.numels)] if self.single else self.numels
+        return [numel * itemsize for numel in numels]
+
     def block(self, index: int, numel: int) -> tuple[int, ...]:
         """Return how many elements of each part fall into a block."""
         return tuple([max(0, min(numel, part - index * numel)) for part in self.numels])
@@ -41,3 +48,17 @@ class Layout:
     inputs: Parts
     outputs: Parts
     dtype: torch.dtype
+
+
+def addresses(tensors: Sequence[torch.Tensor], parts: Parts, itemsize: int) -> list[int]:
+    """Return where each part begins."""
+    if not parts.single:
+        return [tensor.data_ptr() for tensor in tensors]
+    if not tensors:
+        return []
+    place = tensors[0].data_ptr()
+    found = []
+    for numel in parts.numels:
+        found.append(place)
+        place += numel * itemsize
+    return found

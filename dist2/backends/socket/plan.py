@@ -33,11 +33,13 @@ from dist2.backends.socket.overlap import (
     Reach,
     overlapped,
 )
-from dist2.backends.socket.reaching import FOLD_BYTES
 from dist2.backends.socket.reduction import Fold as FoldFunction
 from dist2.backends.socket.reduction import bind_fold
 from dist2.errors import InvalidUsageError
 from dist2.operation.kinds import Reduction
+
+FOLD_BYTES = 256 << 10
+"""Blocks in which memory of other processes is fetched and folded: all of them fit the second-level cache."""
 
 NO_PARTS = Parts((), single=False)
 

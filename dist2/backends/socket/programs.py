@@ -5,36 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property, partial
 
-import attrs
 import torch
 
 from dist2.backends.socket.algorithms.hosts import host_map
 from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.algorithms.schedule import Buffer
 from dist2.backends.socket.borrowing import Accord, Borrowing
-from dist2.backends.socket.bound_steps import Folding
 from dist2.backends.socket.brief import BriefProgram, is_brief
 from dist2.backends.socket.coalesced import COALESCED, coalesced
 from dist2.backends.socket.crossing import CrossingProgram
 from dist2.backends.socket.crossing_exchange import CrossingExchange
 from dist2.backends.socket.executor import MessageExecutor
-from dist2.backends.socket.flat import FlatProgram
+from dist2.backends.socket.host import Host
 from dist2.backends.socket.layout import Layout
 from dist2.backends.socket.options import SocketOptions
-from dist2.backends.socket.reaching import Scratch
 from dist2.backends.socket.recipes import (
     Likeness,
     Recipe,
     Recipes,
     check_reduction,
-    fold_of,
     layout_of,
     multiplies,
     recipes_of,
 )
-from dist2.backends.socket.reduction import prepare
-from dist2.backends.socket.selection import is_swept, may_be_mapped, moves_by_kernel, select
-from dist2.backends.socket.single_copy import ExchangeProgram, SingleCopyProgram
+from dist2.backends.socket.reduction import Folding, prepare
+from dist2.backends.socket.selection import select
 from dist2.backends.socket.solo import run_alone
 from dist2.backends.socket.staging import Program, staged
 from dist2.backends.socket.transport.base import Endpoint
@@ -42,6 +37,7 @@ from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.lending import Lending
 from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds
+from dist2.compiled.engine import Script
 from dist2.operation.kinds import MAX, OpKind
 from dist2.operation.signature import Operation, Signature
 
@@ -108,9 +104,11 @@ class Programs:
         self._borrowing = None if hosts is None or lending is None else Borrowing(hosts, lending)
 
     @cached_property
-    def _scratch(self) -> Scratch:
-        """Memory for folds of exposed tensors."""
-        return Scratch(self._world_size)
+    def _host(self) -> Host:
+        """What scripts inside the host call."""
+        assert self._board is not None  # flat algorithms fit only where there is one
+        assert self._lending is not None
+        return Host(self._board, self._lending)
 
     @cached_property
     def _accord(self) -> Accord:
@@ -154,41 +152,19 @@ class Programs:
 
     def _program(self, signature: Signature, recipe: Recipe) -> Program:
         """Return a callable that follows a recipe in this group."""
-        if recipe.flat is not None:
-            assert self._board is not None  # flat algorithms fit only where there is one
-            return FlatProgram(self._board, recipe.flat).program()
+        if recipe.plan is not None:
+            run: Program = self._script(recipe).run
+            return run
         if recipe.otherwise is None:
             return self._messages(signature, recipe)
         otherwise = self._program(signature, recipe.otherwise)
-        if recipe.algorithm.hierarchical:
-            return self._between_hosts(self._messages(signature, recipe), otherwise)
-        return self._single_copy(signature, recipe, otherwise)
+        return self._between_hosts(self._messages(signature, recipe), otherwise)
 
-    def _single_copy(self, signature: Signature, recipe: Recipe, otherwise: Program) -> Program:
-        """Return a program that exposes memory, or another if it cannot be accessed."""
-        assert self._board is not None  # flat algorithms fit only where there is one
-        assert self._lending is not None
-        request, thresholds = recipe.request, self._thresholds
-        by_kernel = request.forced is not None or moves_by_kernel(request, thresholds)
-        mapped = request.forced is not None or may_be_mapped(request, thresholds)
-        swept = request.forced is None and is_swept(request, thresholds)
-        if swept and multiplies(signature):
-            # The others read products, which would not be there yet when all are asked.
-            by_kernel, swept = True, False
-        in_one_go = attrs.evolve(request, uncached_bytes=0)
-        program = ExchangeProgram if request.family is OpKind.ALL_TO_ALL else SingleCopyProgram
-        return program(
-            self._board,
-            self._lending,
-            self._scratch,
-            recipe.algorithm.schedule(self._rank, in_one_go if swept else request),
-            recipe.layout,
-            fold_of(signature, recipe.layout, self._world_size),
-            by_kernel,
-            mapped,
-            swept,
-            otherwise,
-        ).program()
+    def _script(self, recipe: Recipe) -> Script:
+        """Return a script for the plan of a recipe, and for its slots plan if not all tensors are mapped."""
+        host = self._host
+        other = None if recipe.otherwise is None else self._script(recipe.otherwise)
+        return Script(host.board.arrivals, recipe.plan, host, other)
 
     # As messages
 

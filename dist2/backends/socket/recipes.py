@@ -16,15 +16,16 @@ import torch
 from dist2.backends.socket.algorithms.flat_exchange import flat_exchange
 from dist2.backends.socket.algorithms.request import Request, family_of
 from dist2.backends.socket.algorithms.schedule import Schedule
-from dist2.backends.socket.bound_steps import Folding
-from dist2.backends.socket.flat_recipe import Counts, FlatRecipe
+from dist2.backends.socket.host import MAPPED_NOTE
 from dist2.backends.socket.layout import Layout, Parts
-from dist2.backends.socket.reduction import check_supported, is_exact
+from dist2.backends.socket.lowering import Blocks, Counts, mapped_plan, slots_plan
+from dist2.backends.socket.reduction import Folding, check_supported, is_exact
 from dist2.backends.socket.selection import Algorithm, select
 from dist2.backends.socket.sizes import note_of
 from dist2.backends.socket.transport.boards.pieces import PIECE_BYTES
 from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds
+from dist2.compiled.engine import Plan
 from dist2.operation.kinds import OpKind, ReduceKind
 from dist2.operation.signature import Signature, TensorMeta
 from dist2.runtime.cache import keep
@@ -35,8 +36,6 @@ _MAX_LIKENESSES = 64
 
 _SINGLE = {OpKind.ALL_GATHER_SINGLE, OpKind.REDUCE_SCATTER_SINGLE, OpKind.ALL_TO_ALL_SINGLE}
 _IN_PLACE = {OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.REDUCE}
-_FEW_READERS = {OpKind.BROADCAST: 2, OpKind.ALL_GATHER: 1}
-"""For slots that all others read: up to so many readers are served faster from the writer's caches."""
 _ONE_PART_A_SLOT = {
     OpKind.ALL_REDUCE,
     OpKind.BROADCAST,
@@ -78,14 +77,14 @@ class Recipe:
         layout: How the tensors are cut into parts.
         request: The request for the algorithm.
         algorithm: Which it is.
-        flat: Its steps, where it is one that uses slots alone.
+        plan: Its plan, where it runs inside a host.
         otherwise: Runs if memory cannot be accessed, for an algorithm that lends.
     """
 
     layout: Layout
     request: Request
     algorithm: Algorithm
-    flat: FlatRecipe | None = None
+    plan: Plan | None = None
     otherwise: Recipe | None = None
 
 
@@ -127,10 +126,11 @@ class Recipes:
     def _make(self, signature: Signature, layout: Layout, request: Request) -> Recipe:
         algorithm = select(request, self._likeness.thresholds)
         if algorithm.lends:
-            plain = attrs.evolve(request, forced=None, lends=False)
-            return Recipe(layout, request, algorithm, otherwise=self._make(signature, layout, plain))
-        flat = self._flat(signature, layout, request, algorithm) if algorithm.flat else None
-        return Recipe(layout, request, algorithm, flat)
+            plain = self._make(signature, layout, attrs.evolve(request, forced=None, lends=False))
+            plan = self._mapped(signature, layout, request, algorithm) if algorithm.flat else None
+            return Recipe(layout, request, algorithm, plan, plain)
+        plan = self._slots(signature, layout, request, algorithm) if algorithm.flat else None
+        return Recipe(layout, request, algorithm, plan)
 
     def _request(self, signature: Signature, layout: Layout) -> Request:
         likeness, reduction = self._likeness, signature.reduction
@@ -166,28 +166,34 @@ class Recipes:
 
     # On shared memory
 
-    def _flat(
-        self, signature: Signature, layout: Layout, request: Request, algorithm: Algorithm
-    ) -> FlatRecipe:
-        kind, exchanges = signature.kind, request.family is OpKind.ALL_TO_ALL
-        block = self._block(kind, layout, PIECE_BYTES if algorithm.streams else SLOT_BYTES)
-        if exchanges:
-            factory = partial(flat_exchange, self._likeness.rank, stride=block)
-        else:
-            factory = partial(self._schedule, request, algorithm)
-        shapes = {meta.shape for meta in (*signature.inputs, *signature.outputs)}
-        return FlatRecipe(
-            factory,
-            layout,
-            block,
-            shape=next(iter(shapes)) if len(shapes) == 1 else None,
-            fold=fold_of(signature, layout, self._likeness.world_size),
-            sizes=note_of(self._likeness.rank, layout.inputs.numels, layout.outputs.numels)
+    def _slots(self, signature: Signature, layout: Layout, request: Request, algorithm: Algorithm) -> Plan:
+        rank, exchanges = self._likeness.rank, request.family is OpKind.ALL_TO_ALL
+        block = self._block(signature.kind, layout, PIECE_BYTES if algorithm.streams else SLOT_BYTES)
+        factory = (
+            partial(flat_exchange, rank, stride=block)
             if exchanges
-            else None,
-            in_place=kind in _IN_PLACE and not multiplies(signature),
-            streams=algorithm.streams,
-            away=self._likeness.world_size - 1 > _FEW_READERS.get(request.family, self._likeness.world_size),
+            else partial(self._schedule, request, algorithm)
+        )
+        sizes = note_of(rank, layout.inputs.numels, layout.outputs.numels) if exchanges else None
+        return slots_plan(
+            rank,
+            layout,
+            fold_of(signature, layout, self._likeness.world_size),
+            Blocks(factory, block, algorithm.streams, sizes),
+            _is_in_place(signature),
+        )
+
+    def _mapped(self, signature: Signature, layout: Layout, request: Request, algorithm: Algorithm) -> Plan:
+        rank, sizes = self._likeness.rank, None
+        if request.family is OpKind.ALL_TO_ALL:
+            sizes = MAPPED_NOTE | note_of(rank, layout.inputs.numels, layout.outputs.numels)
+        return mapped_plan(
+            rank,
+            layout,
+            fold_of(signature, layout, self._likeness.world_size),
+            algorithm.schedule(rank, request),
+            _is_in_place(signature),
+            sizes,
         )
 
     def _block(self, kind: OpKind, layout: Layout, nbytes: int) -> int:
@@ -224,6 +230,11 @@ def check_reduction(signature: Signature) -> None:
 def multiplies(signature: Signature) -> bool:
     """Whether each contribution is multiplied first."""
     return signature.reduction is not None and signature.reduction.kind is ReduceKind.PREMUL_SUM
+
+
+def _is_in_place(signature: Signature) -> bool:
+    """Whether the inputs are the outputs."""
+    return signature.kind in _IN_PLACE and not multiplies(signature)
 
 
 def fold_of(signature: Signature, layout: Layout, world_size: int) -> Folding | None:

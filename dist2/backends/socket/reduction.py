@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import attrs
 import torch
 
+from dist2.compiled.engine import FOLD_NAMES
 from dist2.errors import InvalidUsageError
 from dist2.operation.kinds import ReduceKind, Reduction
 
@@ -261,3 +263,41 @@ def _in_blocks(fold_block: Fold, dst: torch.Tensor, srcs: Sequence[torch.Tensor]
     for start in range(0, numel, block):
         stop = start + block
         fold_block(dst[start:stop], [src[start:stop] for src in srcs])
+
+
+_SUMS = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.complex64: "float32",
+    torch.complex128: "float64",
+    torch.int32: "int32",
+    torch.uint32: "int32",
+    torch.int64: "int64",
+    torch.uint64: "int64",
+}
+"""Dtypes that the core sums, and how."""
+
+
+@attrs.frozen
+class Folding:
+    """How a plan folds.
+
+    Attributes:
+        function: Folds tensors.
+        native: Number of the equivalent fold of the core; None without one.
+        divisor: Divisor of the final sum; 1: none.
+    """
+
+    function: Fold
+    native: int | None = None
+    divisor: float = 1.0
+
+    @classmethod
+    def of(cls, reduction: Reduction, dtype: torch.dtype, world_size: int, final: bool = True) -> Folding:
+        """Return how contributions of one dtype are folded; see `bind_fold`."""
+        function = bind_fold(reduction, dtype, world_size, final)
+        if reduction.kind not in _ADDING or dtype not in _SUMS:
+            return cls(function)
+        if reduction.kind is ReduceKind.AVG and final:
+            return cls(function, FOLD_NAMES.get(f"average_{_SUMS[dtype]}"), float(world_size))
+        return cls(function, FOLD_NAMES[f"sum_{_SUMS[dtype]}"])

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dist2.backends.socket.algorithms.registry import (
     ALGORITHMS,
     HOSTS_LENT,
-    SINGLE_COPY,
+    MAPPED,
     Algorithm,
     algorithms_for,
 )
@@ -33,8 +33,8 @@ def select(request: Request, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Alg
         InvalidUsageError: The forced one is unknown or unfit; the message lists the fit ones.
     """
     if request.forced is None:
-        if _lends(request, thresholds):
-            return ALGORITHMS[request.family, SINGLE_COPY]
+        if _may_be_mapped(request, thresholds):
+            return ALGORITHMS[request.family, MAPPED]
         return ALGORITHMS[request.family, _CHOICES[request.family](request, thresholds)]
     forced = ALGORITHMS.get((request.family, request.forced))
     if forced is None or not forced.fits(request):
@@ -46,28 +46,12 @@ def select(request: Request, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Alg
     return forced
 
 
-def moves_by_kernel(request: Request, thresholds: Thresholds) -> bool:
-    """Return whether the kernel should move tensors between processes: long ones, but not the longest."""
-    lent: Row = getattr(thresholds, f"{request.family.value}_lent_bytes")
-    return _nbytes(request) >= lent[column(request.world_size)] and not is_swept(request, thresholds)
-
-
-def is_swept(request: Request, thresholds: Thresholds) -> bool:
-    """Return whether tensors are so long that they go through slots again, unless they can be mapped."""
-    swept: Row | None = getattr(thresholds, f"{request.family.value}_swept_bytes", None)
-    return swept is not None and _nbytes(request) >= swept[column(request.world_size)]
-
-
-def may_be_mapped(request: Request, thresholds: Thresholds) -> bool:
-    """Return whether tensors are long enough to find out whether they can be mapped."""
-    return _nbytes(request) >= thresholds.lending_bytes
-
-
-def _lends(request: Request, limits: Thresholds) -> bool:
-    """Return whether tensors are long enough to lend them: mapped, or moved by the kernel."""
-    if not request.lends or not request.is_flat or (request.family, SINGLE_COPY) not in ALGORITHMS:
+def _may_be_mapped(request: Request, limits: Thresholds) -> bool:
+    """Return whether tensors are long enough to find out whether all of them are mapped."""
+    if not request.lends or not request.is_flat or (request.family, MAPPED) not in ALGORITHMS:
         return False
-    return may_be_mapped(request, limits) or moves_by_kernel(request, limits) or is_swept(request, limits)
+    row: Row = getattr(limits, f"{request.family.value}_mapped_bytes")
+    return _nbytes(request) >= row[column(request.world_size)]
 
 
 def _lends_between_hosts(request: Request, limits: Thresholds) -> bool:

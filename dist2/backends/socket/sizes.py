@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _MOST = 4
 """Differences that an error lists."""
 _NOTE_AT = 34
-"""Position of a note in the number that a rank publishes; below are `LENDING` and numbers of blocks."""
+"""Position of a note in the number that a rank publishes; below are `MAPPED_NOTE` and numbers of blocks."""
 BESIDE_NOTE = (1 << _NOTE_AT) - 1
 """Mask of that number's other bits."""
 _BITS = 28

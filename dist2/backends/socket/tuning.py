@@ -26,7 +26,6 @@ CROWDS = (2, 4, 8, 16)
 """Numbers of ranks on a host that rows of constants are for; others go by the next one, or by the last."""
 
 Row = tuple[int, ...]
-_NEVER = 1 << 40
 
 
 def column(world_size: int) -> int:
@@ -39,15 +38,10 @@ class Thresholds:
     """Where one algorithm overtakes another: constants measured on the machine, all in bytes but `crowd`.
 
     Attributes:
-        all_reduce_lent_bytes: From so many bytes on, ranks of a host read each other's tensors, even if only
-            the kernel can.
-        reduce_lent_bytes, reduce_scatter_lent_bytes, broadcast_lent_bytes, all_gather_lent_bytes,
-        gather_lent_bytes, scatter_lent_bytes, all_to_all_lent_bytes: Likewise.
-        all_reduce_swept_bytes, reduce_swept_bytes, reduce_scatter_swept_bytes, broadcast_swept_bytes,
-        all_gather_swept_bytes, all_to_all_swept_bytes: From so many bytes on, tensors that cannot be mapped
-            go through slots again. To find each page takes the kernel as long as another copy, or longer
-            where ranks share cores.
-        lending_bytes: The same limit for tensors that can be mapped, if the kernel must not read.
+        all_reduce_mapped_bytes: From so many bytes on, the ranks of a host find out whether all tensors are
+            mapped, and read each other's if so.
+        reduce_mapped_bytes, reduce_scatter_mapped_bytes, broadcast_mapped_bytes, all_gather_mapped_bytes,
+        gather_mapped_bytes, scatter_mapped_bytes, all_to_all_mapped_bytes: Likewise.
         hosts_lent_bytes: Between hosts, from so many bytes by the cube of the ranks on a host.
         one_shot_bytes: Up to so many bytes, a flat `all_reduce` folds everything everywhere.
         one_shot_reduce_bytes: Likewise, the root of a flat `reduce` folds everything.
@@ -59,21 +53,14 @@ class Thresholds:
         crowd: With more ranks than this, none should talk to all others at once.
     """
 
-    all_reduce_lent_bytes: Row = (128 << 10, 96 << 10, 768 << 10, 2 << 20)
-    reduce_lent_bytes: Row = (4 << 20, 768 << 10, 512 << 10, 8 << 20)
-    reduce_scatter_lent_bytes: Row = (64 << 10, 768 << 10, 1 << 20, 4 << 20)
-    broadcast_lent_bytes: Row = (384 << 10, 768 << 10, 384 << 10, 2 << 20)
-    all_gather_lent_bytes: Row = (64 << 10, 384 << 10, 1536 << 10, 8 << 20)
-    gather_lent_bytes: Row = (96 << 10, 320 << 10, 256 << 10, 512 << 10)
-    scatter_lent_bytes: Row = (96 << 10, 320 << 10, 192 << 10, 256 << 10)
-    all_to_all_lent_bytes: Row = (64 << 10, 144 << 10, 128 << 10, 512 << 10)
-    all_reduce_swept_bytes: Row = (128 << 10, 96 << 10, 768 << 10, 2 << 20)
-    reduce_swept_bytes: Row = (4 << 20, 768 << 10, 512 << 10, 8 << 20)
-    reduce_scatter_swept_bytes: Row = (64 << 10, 768 << 10, 1 << 20, 4 << 20)
-    broadcast_swept_bytes: Row = (384 << 10, 768 << 10, 384 << 10, 2 << 20)
-    all_gather_swept_bytes: Row = (64 << 10, 384 << 10, 1536 << 10, 4 << 20)
-    all_to_all_swept_bytes: Row = (64 << 10, 144 << 10, _NEVER, _NEVER)
-    lending_bytes: int = 1 << 20
+    all_reduce_mapped_bytes: Row = (128 << 10, 96 << 10, 768 << 10, 1 << 20)
+    reduce_mapped_bytes: Row = (1 << 20, 768 << 10, 512 << 10, 1 << 20)
+    reduce_scatter_mapped_bytes: Row = (64 << 10, 768 << 10, 1 << 20, 1 << 20)
+    broadcast_mapped_bytes: Row = (384 << 10, 768 << 10, 384 << 10, 1 << 20)
+    all_gather_mapped_bytes: Row = (64 << 10, 384 << 10, 1 << 20, 1 << 20)
+    gather_mapped_bytes: Row = (96 << 10, 320 << 10, 256 << 10, 512 << 10)
+    scatter_mapped_bytes: Row = (96 << 10, 320 << 10, 192 << 10, 256 << 10)
+    all_to_all_mapped_bytes: Row = (64 << 10, 144 << 10, 128 << 10, 512 << 10)
     hosts_lent_bytes: int = 128 << 10
     one_shot_bytes: Row = (16 << 10, 24 << 10, 12 << 10, 24 << 10)
     one_shot_reduce_bytes: Row = (16 << 20, 3 << 20, 48 << 10, 192 << 10)
@@ -84,11 +71,9 @@ class Thresholds:
     short_bytes: int = 32 << 10
     crowd: int = 16
 
-    def lent_from(self, nbytes: int) -> Thresholds:
-        """Return these with tensors lent from so many bytes on in all operations, however reached."""
-        rows: dict[str, int | Row] = {"lending_bytes": nbytes}
-        rows |= dict.fromkeys(LENT, (nbytes,) * len(CROWDS)) | dict.fromkeys(SWEPT, (_NEVER,) * len(CROWDS))
-        return self.changed(rows)
+    def mapped_from(self, nbytes: int) -> Thresholds:
+        """Return these with mapped tensors read in place from so many bytes on in all operations."""
+        return self.changed(dict.fromkeys(MAPPED, (nbytes,) * len(CROWDS)))
 
     def changed(self, constants: Mapping[str, int | Row]) -> Thresholds:
         """Return these with some of them replaced."""
@@ -98,10 +83,8 @@ class Thresholds:
 DEFAULT_THRESHOLDS = Thresholds()
 ROWS = tuple(name for name, value in attrs.asdict(DEFAULT_THRESHOLDS).items() if isinstance(value, tuple))
 """Names of the constants that are rows."""
-LENT = tuple(name for name in ROWS if name.endswith("_lent_bytes"))
-"""Those of them that say from where on tensors are lent."""
-SWEPT = tuple(name for name in ROWS if name.endswith("_swept_bytes"))
-"""The thresholds from which on tensors are not exposed, unless they can be mapped."""
+MAPPED = tuple(name for name in ROWS if name.endswith("_mapped_bytes"))
+"""Those of them that say from where on mapped tensors are read in place."""
 
 
 @attrs.frozen

@@ -6,21 +6,15 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <sched.h>
-#include <stdatomic.h>
-#include <stdint.h>
-#include <time.h>
+#include "base.h"
 
-/* A word of shared memory. */
-typedef _Atomic uint64_t Word;
+#include <sched.h>
 
 /* Return the monotonic clock in nanoseconds, as time.monotonic_ns does. */
 static inline long long
 monotonic_ns(void)
 {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000LL + now.tv_nsec;
+    return clock_ns();
 }
 
 /* The interpreter lock, which a waiter releases at most once, and takes again when it must. */
@@ -43,17 +37,6 @@ take_lock(Lock *lock)
         PyEval_RestoreThread(lock->state);
         lock->state = NULL;
     }
-}
-
-/* Let the other thread of this core run, and save power, while looking at memory. */
-static inline void
-pause_core(void)
-{
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
 }
 
 #define YIELD_NS 1000000     /* how long a waiter yields before it sleeps, */

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist2.backends.socket.algorithms.request import Request
-from dist2.backends.socket.selection import moves_by_kernel, select
-from dist2.backends.socket.tuning import CROWDS, DEFAULT_THRESHOLDS, LENT, ROWS, SWEPT, column
+from dist2.backends.socket.selection import select
+from dist2.backends.socket.tuning import CROWDS, DEFAULT_THRESHOLDS, MAPPED, ROWS, column
 from dist2.cli.bench.sizes import parse_size, size_text
 from dist2.operation.kinds import OpKind
 
@@ -69,8 +69,7 @@ def test_the_constant_turns_selection_at_the_size(crossing: Crossing, ranks: int
 @pytest.mark.parametrize("crossing", CROSSINGS, ids=lambda each: each.constant)
 def test_the_two_variants_differ_in_the_constant_alone(crossing: Crossing, ranks: int) -> None:
     short, long = crossing.thresholds(ALWAYS, ranks), crossing.thresholds(NEVER, ranks)
-    here = short.lent_from(NEVER) if crossing.shared else short  # the kernel would lend them as well
-    assert crossing.changed(here, NEVER, ranks) == long != short
+    assert crossing.changed(short, NEVER, ranks) == long != short
     assert [case.nbytes for case in crossing.cases][-1] == crossing.high
 
 
@@ -111,13 +110,12 @@ def test_what_is_found_about_some_ranks_is_for_them_alone(crossing: Crossing, ra
     def choice(nbytes: int) -> object:
         whole = crossing.kind in (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.BROADCAST)
         counts = (nbytes,) if whole else (nbytes, *[0] * (ranks - 1))
-        lends = crossing.constant in (*LENT, *SWEPT)
+        lends = crossing.constant in MAPPED
         request = Request(crossing.kind, ranks, counts, slot_bytes=1 << 20, received=counts, lends=lends)
-        here = crossing.thresholds(12345, ranks) if lends else limits
-        return moves_by_kernel(request, here) if lends else select(request, here).name
+        return select(request, limits).name
 
-    # One lends from, or no more from; the other is short up to.
-    last = 12344 if crossing.constant in (*LENT, *SWEPT) else 12345
+    # Tensors are read in place from a size on; others are short up to one.
+    last = 12344 if crossing.constant in MAPPED else 12345
     assert choice(last - 1) == choice(last) != choice(last + 1) == choice(last + 2)
 
 

@@ -12,13 +12,14 @@ import pytest
 from support.boards import operation, words
 from support.time_limits import Late
 
-from dist2.backends.socket.transport.boards.control_words import ALL, CORE, RAN, RANG, RING, SLEEPING
+from dist2.backends.socket.transport.boards.control_words import ALL, RING, SLEEPING
 from dist2.backends.socket.transport.boards.pieces import PIECES
 from dist2.backends.socket.transport.boards.waiting import sleep_ms
 from dist2.backends.socket.transport.doorbell import Doorbell, PeerDoorbell
-from dist2.compiled import steps
+from dist2.compiled.engine import WORDS_OF_CONTROL, Arrivals
 from dist2.operation.signature import Operation
 
+CORE, RAN, RANG = (WORDS_OF_CONTROL[name] for name in ("CORE", "RAN", "RANG"))
 SLOW_WAKES = 3
 LATE_NS = 400_000
 HOLD_NS = 20_000_000
@@ -78,9 +79,9 @@ class Pair:
         return seen.is_set()
 
 
-def made(own: memoryview, doorbell: Doorbell, slow_ns: int = 0) -> steps.Arrivals:
-    tiny, longer = ((row.base, row.stride, row.count) for row in PIECES)
-    return steps.Arrivals(0, own, doorbell, 1, 1 << 30, slow_ns, tiny, longer)
+def made(own: memoryview, doorbell: Doorbell, slow_ns: int = 0) -> Arrivals:
+    rows = [(row.base, row.stride, row.count) for row in PIECES]
+    return Arrivals(0, own, doorbell, 1, 1 << 30, slow_ns, (0, 0), rows)
 
 
 class Crowd:

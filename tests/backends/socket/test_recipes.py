@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -13,10 +11,8 @@ from support.ranks import Tenant, run_ranks
 
 from dist2 import ProcessGroup
 from dist2.backends.socket import recipes as module
-from dist2.backends.socket.bound_steps import Bound, Way, further, is_copy
 from dist2.backends.socket.recipes import Likeness, Recipes, recipes_of
 from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
-from dist2.compiled import steps
 from dist2.errors import InvalidUsageError
 from dist2.operation.kinds import SUM, OpKind, ReduceKind, Reduction
 from dist2.operation.signature import GroupInfo, Signature, TensorMeta
@@ -41,9 +37,7 @@ def test_alike_groups_share_what_was_worked_out() -> None:
     mine, others = recipes_of(FOUR), recipes_of(attrs.evolve(FOUR))
     found = mine.find(signature("first"))
     assert others.find(signature("second")) is found
-    assert found.flat is not None
-    counts = found.flat.counts(0)
-    assert found.flat.steps(counts) is found.flat.steps(counts)
+    assert found.plan is not None
 
 
 @pytest.mark.parametrize(
@@ -122,42 +116,18 @@ def test_a_group_of_the_same_members_goes_by_its_parents_recipes(layout: tuple[i
     run_ranks(3, body, Tenant("here", "socket", layout=layout))
 
 
-@pytest.mark.parametrize("kind", [OpKind.ALL_TO_ALL_SINGLE, OpKind.ALL_GATHER_SINGLE])
-@pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_blocks_in_a_row_leave_slots_while_the_next_go_into_others(world_size: int, kind: OpKind) -> None:
-    """All steps of the blocks are there, on the same sides of fences as in single blocks."""
-    assert steps is not None
-    numel = world_size << 22
-    call = signature("group", kind, numel, reduction=None)
-    if kind is OpKind.ALL_GATHER_SINGLE:
-        call = attrs.evolve(call, inputs=(TensorMeta((numel // world_size,), torch.float32),))
-    likeness = Likeness(rank=1, world_size=world_size, slot_bytes=SLOT_BYTES, algorithm="flat")
-    flat = recipes_of(likeness).find(call).flat
-    assert flat is not None
-    joined = flat.joined(0, 4)
-    size = flat.block * 4
-    expected = [
-        (index, further(step, index * size))
-        for index in range(4)
-        for step in flat.steps(flat.counts(index)).halves[index % 2].bound
-    ]
+@pytest.mark.parametrize("kind", [OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.ALL_GATHER_SINGLE])
+def test_blocks_that_are_alike_are_one_loop(kind: OpKind) -> None:
+    """So a plan is as short for a gigabyte as for some blocks."""
+    likeness = attrs.evolve(FOUR, thresholds=FOUR.thresholds.mapped_from(1 << 60))
 
-    def between_fences(row: Sequence[tuple[int, Bound]]) -> list[set[tuple[object, ...]]]:
-        found: list[set[tuple[object, ...]]] = [set()]
-        for index, step in row:
-            assert step.native is not None
-            name, *arguments = step.native
-            if name == steps.FENCE:
-                found.append(set())
-            found[-1].add((index, steps.COPY if name == steps.BESIDE else name, *arguments))
-        return found
+    def steps(blocks: int, numel: int = 0) -> int:
+        reduction, root = (SUM, None) if kind is OpKind.ALL_REDUCE else (None, 0)
+        call = signature("group", kind, 4 * (blocks << 18) + 4 * numel, reduction=reduction, root=root)
+        if kind is OpKind.ALL_GATHER_SINGLE:
+            inputs = (TensorMeta((call.outputs[0].numel // 4,), torch.float32),)
+            call = attrs.evolve(call, inputs=inputs, root=None)
+        return len(Recipes(likeness).find(call).plan)
 
-    assert between_fences(joined) == between_fences(expected)
-    kinds = [step.native and step.native[0] for _, step in joined]
-    gathers = kind is OpKind.ALL_GATHER_SINGLE
-    assert kinds.count(steps.BESIDE) == 3 * (1 if gathers else world_size - 1)  # the last block is alone
-    behind = {later for each, later in itertools.pairwise(kinds) if each == steps.BESIDE}
-    assert behind == {steps.BOTH if gathers else steps.COPY}
-    fills = [step.native[-1] for _, step in joined if is_copy(step, Way.IN, Way.AWAY) and step.native]
-    read_by_many = gathers and world_size > 2
-    assert set(fills) == {Way.AWAY if read_by_many else Way.IN}, "past the caches where several read it"
+    assert steps(3) == steps(4) == steps(1024)
+    assert steps(3) < steps(3, numel=5) == steps(1024, numel=5)

@@ -21,15 +21,12 @@ from support.schedule_cases import (
 )
 
 from dist2.backends.socket.algorithms.checker import Machine, prove
-from dist2.backends.socket.algorithms.mirroring import mirrored
 from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Exchange, Fence, Fold, Schedule, Span
 from dist2.backends.socket.algorithms.symbols import BrokenScheduleError
 from dist2.backends.socket.selection import Algorithm
 from dist2.operation.kinds import OpKind
 
-MOVING = {OpKind.BROADCAST, OpKind.ALL_GATHER, OpKind.GATHER, OpKind.SCATTER, OpKind.ALL_TO_ALL}
-MOVES = [each for each in FLAT if each.lends and each.family in MOVING]
 LENDS = [each for each in FLAT if each.lends]
 MANY = 16  # up to here all lengths, beyond it they take turns
 
@@ -200,21 +197,6 @@ def test_long_direct_reductions_take_passes_with_bounded_scratch(family: OpKind)
             prove(requests, schedules, ordered=True, in_place=in_place)
 
 
-@pytest.mark.parametrize("family", [OpKind.ALL_GATHER, OpKind.ALL_TO_ALL])
-def test_very_long_own_parts_are_copied_in_one_go(family: OpKind) -> None:
-    lending = algorithm_named(family, "single_copy")
-    for limit, copies in ((12, 3), (11, 3), (13, 4)):
-        requests = [attrs.evolve(each, uncached_bytes=limit) for each in requests_for(lending, 3, 12)]
-        requests = [
-            attrs.evolve(each, counts=(12,) * 3, received=(12,) * 3 if each.received else ())
-            for each in requests
-        ]
-        schedules = schedules_of(lending, requests)
-        for schedule in schedules:
-            assert sum(isinstance(step, Copy) for step in schedule.steps) == copies
-        prove(requests, schedules, ordered=True)
-
-
 @pytest.mark.parametrize("algorithm", LENDS, ids=name_of)
 def test_nobody_writes_the_memory_of_another(algorithm: Algorithm) -> None:
     """A rank may be stopped before it writes, until the call of the memory's owner has raised."""
@@ -225,7 +207,7 @@ def test_nobody_writes_the_memory_of_another(algorithm: Algorithm) -> None:
 
 
 def test_a_schedule_that_writes_the_memory_of_another_is_noticed() -> None:
-    lending = algorithm_named(OpKind.BROADCAST, "single_copy")
+    lending = algorithm_named(OpKind.BROADCAST, "mapped")
     requests = [Request(OpKind.BROADCAST, 2, (4,), slot_bytes=99)] * 2
     theirs, own = Span(Buffer.LENT, 0, 4, owner=1), Span(Buffer.INPUT, 0, 4)
     pushes = Schedule((Fence(), Copy(theirs, own), Copy(Span(Buffer.OUTPUT, 0, 4), own), Fence()))
@@ -235,50 +217,12 @@ def test_a_schedule_that_writes_the_memory_of_another_is_noticed() -> None:
         prove(requests, [pushes, waits], ordered=True)
 
 
-@pytest.mark.parametrize("algorithm", MOVES, ids=name_of)
-def test_what_lends_and_moves_may_go_either_way_on_each_rank(algorithm: Algorithm) -> None:
-    for world_size, size in itertools.product((2, 3, 4, 8), (0, 5, 12, 31)):
-        requests = requests_for(algorithm, world_size, size)
-        one = schedules_of(algorithm, requests)
-        other = [turned for turned in map(mirrored, one) if turned is not None]
-        assert len(other) == world_size
-        mixed = [(one, other)[rank % 2][rank] for rank in range(world_size)]
-        for schedules in (other, mixed):
-            for in_place in (False, True):
-                prove(requests, schedules, algorithm.ordered, in_place)
-        if world_size > 2 and size == 31:
-            assert other != one
-
-
-def test_the_other_way_begins_where_the_one_ended() -> None:
-    """Also with copies to the rank's own memory, half of them before each fence; reversing twice gives the
-    original."""
-    lending = algorithm_named(OpKind.ALL_GATHER, "single_copy")
-    for schedule in schedules_of(lending, [Request(OpKind.ALL_GATHER, 3, (8, 8, 8), slot_bytes=96)] * 3):
-        turned = mirrored(schedule)
-        assert turned is not None
-        copies, back = ([each for each in way.steps if isinstance(each, Copy)] for way in (schedule, turned))
-        assert [each.dst for each in back] == [each.dst for each in reversed(copies)]
-        assert all(each.backwards for each in back)
-        assert [type(step) for step in turned.steps] == [Copy, Fence, Copy, Copy, Copy, Fence]
-        assert mirrored(turned) == schedule
-
-
-@pytest.mark.parametrize("family", [OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.REDUCE_SCATTER])
-def test_what_folds_goes_one_way(family: OpKind) -> None:
-    lending = algorithm_named(family, "single_copy")
-    schedules = schedules_of(lending, [Request(family, 3, (20,) * 3, slot_bytes=96)] * 3)
-    assert not any(mirrored(each) for each in schedules if any(isinstance(step, Fold) for step in each.steps))
-    flat = algorithm_named(OpKind.ALL_GATHER, "flat")
-    assert not any(map(mirrored, schedules_of(flat, requests_for(flat, 3, 20))))
-
-
 @pytest.mark.parametrize(
     ("family", "hurries"), [(OpKind.BROADCAST, 2), (OpKind.GATHER, 1), (OpKind.SCATTER, 2)]
 )
 def test_who_has_lent_must_wait_for_those_that_use_it(family: OpKind, hurries: int) -> None:
     """The wait is at the last fence."""
-    lending = algorithm_named(family, "single_copy")
+    lending = algorithm_named(family, "mapped")
     counts = (31,) if family is OpKind.BROADCAST else (31,) * 4
     requests = [Request(family, 4, counts, root=2, slot_bytes=999)] * 4
     schedules = schedules_of(lending, requests)
@@ -304,7 +248,6 @@ def test_any_sizes_at_any_root(data: st.DataObject) -> None:
         exact=not algorithm.ordered,
         slot_bytes=1000,
         scratch_bytes=data.draw(st.integers(1, 60), label="scratch"),
-        uncached_bytes=data.draw(st.integers(1, 9), label="uncached"),
     )
     requests = [asked] * world_size
     if algorithm.family is OpKind.ALL_TO_ALL:

@@ -152,10 +152,10 @@ def test_a_slot_on_another_host_is_out_of_reach() -> None:
 
 
 def test_memory_lent_on_another_host_is_out_of_reach() -> None:
-    single_copy = algorithm_named(OpKind.ALL_REDUCE, "single_copy")
-    requests = requests_on(single_copy, (0, 0, 1, 1), 5, 1000)
+    mapped = algorithm_named(OpKind.ALL_REDUCE, "mapped")
+    requests = requests_on(mapped, (0, 0, 1, 1), 5, 1000)
     with pytest.raises(BrokenScheduleError, match="memory lent on another host"):
-        prove(requests, schedules_of(single_copy, requests), ordered=True)
+        prove(requests, schedules_of(mapped, requests), ordered=True)
 
 
 def test_sums_in_rank_order_are_not_sums_by_host() -> None:

@@ -12,14 +12,8 @@ from support.schedule_cases import ALGORITHMS, FAMILIES, name_of, requests_for, 
 
 from dist2.backends.socket.algorithms.checker import prove
 from dist2.backends.socket.algorithms.request import family_of
-from dist2.backends.socket.selection import (
-    Algorithm,
-    Request,
-    Thresholds,
-    algorithms_for,
-    moves_by_kernel,
-    select,
-)
+from dist2.backends.socket.selection import Algorithm, Request, Thresholds, algorithms_for, select
+from dist2.backends.socket.tuning import CROWDS, MAPPED
 from dist2.errors import InvalidUsageError
 from dist2.operation.kinds import OpKind
 
@@ -61,12 +55,8 @@ def test_the_choice_always_fits(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_chosen_keeps_its_promise(family: OpKind) -> None:
     limits = Thresholds(
-        lending_bytes=12,
         hosts_lent_bytes=4,
-        all_reduce_lent_bytes=(8, 8, 27, 27),
-        broadcast_swept_bytes=(40, 40, 40, 40),
-        all_gather_swept_bytes=(40, 40, 40, 40),
-        all_to_all_swept_bytes=(40, 40, 40, 40),
+        **(dict.fromkeys(MAPPED, (12,) * len(CROWDS)) | {"all_reduce_mapped_bytes": (8, 8, 27, 27)}),
         one_shot_bytes=(4, 2, 1, 1),
         one_shot_reduce_bytes=(4, 2, 1, 1),
         whole_bytes=30,
@@ -103,10 +93,10 @@ def test_short_and_long_and_many() -> None:
     assert chosen(OpKind.ALL_REDUCE, 2, 16 << 10, lends=False, **slots) == "one_shot"
     assert chosen(OpKind.ALL_REDUCE, 2, 17 << 10, lends=False, **slots) == "two_shot"
     assert chosen(OpKind.ALL_REDUCE, 4, 400 << 10, lends=False, **slots) == "two_shot"
-    assert chosen(OpKind.ALL_REDUCE, 2, 200 << 10, **slots) == "single_copy"
-    assert chosen(OpKind.ALL_TO_ALL, 2, 200 << 10, **slots) == "single_copy"
+    assert chosen(OpKind.ALL_REDUCE, 2, 200 << 10, **slots) == "mapped"
+    assert chosen(OpKind.ALL_TO_ALL, 2, 200 << 10, **slots) == "mapped"
     assert chosen(OpKind.ALL_TO_ALL, 2, 8 << 10, **slots) == "flat"
-    assert chosen(OpKind.ALL_REDUCE, 2, 64 * MIB, **slots) == "single_copy"
+    assert chosen(OpKind.ALL_REDUCE, 2, 64 * MIB, **slots) == "mapped"
     assert chosen(OpKind.ALL_REDUCE, 2, 64 * MIB, lends=False, **slots) == "two_shot"
     assert chosen(OpKind.ALL_REDUCE, 4, 8) == "whole"
     assert chosen(OpKind.ALL_REDUCE, 4, 8, exact=True) == "doubling"
@@ -191,37 +181,6 @@ def test_slots_too_small_for_a_part_of_each_rank_are_none() -> None:
     assert chosen(OpKind.REDUCE_SCATTER, 8, 64, slot_bytes=32) == "flat"
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        OpKind.ALL_REDUCE,
-        OpKind.REDUCE,
-        OpKind.REDUCE_SCATTER_SINGLE,
-        OpKind.BROADCAST,
-        OpKind.ALL_GATHER_SINGLE,
-        OpKind.ALL_TO_ALL,
-    ],
-)
-def test_what_is_longest_goes_through_slots_unless_it_can_be_mapped(kind: OpKind) -> None:
-    family, swept_bytes = family_of(kind).value, (100, 200, 300, 400)
-    limits = Thresholds().changed({f"{family}_lent_bytes": (8,) * 4, f"{family}_swept_bytes": swept_bytes})
-    for world_size, swept in ((2, 100), (3, 200), (8, 300), (16, 400), (40, 400)):
-        for nbytes, by_kernel in ((4, False), (swept - 1, True), (swept, False), (64 * MIB, False)):
-            whole = kind in (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.BROADCAST)
-            counts = (nbytes,) if whole else (nbytes, *[0] * (world_size - 1))
-            asked = Request(kind, world_size, counts, slot_bytes=MIB)
-            assert moves_by_kernel(asked, limits) is by_kernel
-            assert (select(asked, limits).name == "single_copy") is (nbytes > 4), "which asks"
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4, 6, 8, 12, 16, 40])
-def test_the_kernel_moves_no_gather_that_no_cache_holds(world_size: int) -> None:
-    for nbytes in (8 * MIB, 64 * MIB):
-        counts = (-(-nbytes // world_size),) * world_size
-        asked = Request(OpKind.ALL_GATHER_SINGLE, world_size, counts, slot_bytes=MIB)
-        assert not moves_by_kernel(asked, Thresholds())
-
-
 def test_names_are_unique_in_a_family_and_spellings_share_them() -> None:
     for family in FAMILIES:
         names = [algorithm.name for algorithm in algorithms_for(family)]
@@ -231,13 +190,31 @@ def test_names_are_unique_in_a_family_and_spellings_share_them() -> None:
             assert algorithms_for(kind) == algorithms_for(family_of(kind)) != ()
 
 
-def test_the_kernel_moves_what_is_long_for_so_many_ranks() -> None:
+@pytest.mark.parametrize("family", [each for each in FAMILIES if each is not OpKind.BARRIER])
+def test_each_operation_looks_for_mapped_tensors_from_its_own_size_on(family: OpKind) -> None:
     row = (1000, 8064, 64_000, 70_400)
-    limits = Thresholds(lending_bytes=1 << 40, all_reduce_lent_bytes=row, all_to_all_lent_bytes=row)
+    limits = Thresholds().mapped_from(1 << 40).changed({f"{family.value}_mapped_bytes": row})
     for world_size, nbytes in ((2, 1000), (3, 8064), (4, 8064), (8, 64_000), (16, 70_400), (20, 70_400)):
-        for kind in (OpKind.ALL_REDUCE, OpKind.ALL_TO_ALL):
-            names = [
-                select(request(kind, world_size, size, slot_bytes=MIB), limits).name
-                for size in (nbytes - 4 * world_size, nbytes)
-            ]
-            assert names[0] != "single_copy" == names[1]
+        names = [
+            select(request(family, world_size, size, slot_bytes=MIB), limits).name
+            for size in (nbytes - 4 * world_size, nbytes, 64 * MIB)
+        ]
+        assert names[0] != "mapped" == names[1] == names[2]
+        others = [
+            select(request(each, world_size, nbytes, slot_bytes=MIB), limits).name
+            for each in FAMILIES
+            if each is not family
+        ]
+        assert "mapped" not in others
+
+
+def test_no_tensors_are_mapped_between_hosts_or_where_lending_is_off() -> None:
+    limits = Thresholds().mapped_from(0)
+    for family in FAMILIES:
+        asked = request(family, 4, MIB, slot_bytes=MIB)
+        for other in (
+            attrs.evolve(asked, layout=(0, 0, 1, 1)),
+            attrs.evolve(asked, lends=False),
+            attrs.evolve(asked, slot_bytes=0),
+        ):
+            assert select(other, limits).name != "mapped"

@@ -14,14 +14,14 @@ from support.ranks import TENANTS, run_ranks
 
 import dist2
 from dist2 import HashStore, InvalidUsageError, ProcessGroup
-from dist2.backends.socket.tuning import CROWDS, DEFAULT_THRESHOLDS, LENT, Thresholds, Tuning, column
+from dist2.backends.socket.tuning import CROWDS, DEFAULT_THRESHOLDS, MAPPED, Thresholds, Tuning, column
 from dist2.runtime.config import Config
 
 INPROC = TENANTS[0]
 
 
 def test_a_file_is_read_back(tmp_path: Path) -> None:
-    limits = Thresholds(whole_bytes=7, crowd=3, gather_lent_bytes=(1, 2, 3, 4))
+    limits = Thresholds(whole_bytes=7, crowd=3, gather_mapped_bytes=(1, 2, 3, 4))
     tuning = Tuning(limits, {"machine": "a fast one", "rounds": [1, 2]})
     tuning.write(tmp_path / "tuning.json")
     assert Tuning.read(tmp_path / "tuning.json") == tuning
@@ -46,7 +46,7 @@ def test_what_a_file_does_not_name_keeps_its_default() -> None:
         ('{"format": 1, "thresholds": {"crowd": 1.5}}', "crowd must be a whole number from 0 on, got 1.5"),
         *(
             (
-                f'{{"format": 1, "thresholds": {{"gather_lent_bytes": {row}}}}}',
+                f'{{"format": 1, "thresholds": {{"gather_mapped_bytes": {row}}}}}',
                 "must be 4 whole numbers from 0 on",
             )
             for row in ("7", "[]", "[1, 2, 3]", "[1, 2, 3, 4, 5]", "[1, 2, 3, -4]", "[1, 2, 3, 4.5]")
@@ -66,10 +66,10 @@ def test_every_number_of_ranks_has_its_place_in_a_row(ranks: int, at: int) -> No
     assert CROWDS[at] >= ranks or at == len(CROWDS) - 1
 
 
-def test_lending_can_be_had_from_one_size_on_everywhere() -> None:
-    limits = DEFAULT_THRESHOLDS.lent_from(5)
-    assert limits.lending_bytes == 5
-    assert all(set(getattr(limits, name)) == {5} for name in LENT)
+def test_mapped_tensors_can_be_read_in_place_from_one_size_on_everywhere() -> None:
+    limits = DEFAULT_THRESHOLDS.mapped_from(5)
+    assert len(MAPPED) == 8
+    assert all(set(getattr(limits, name)) == {5} for name in MAPPED)
     assert limits.one_shot_bytes == DEFAULT_THRESHOLDS.one_shot_bytes
     assert limits.whole_bytes == DEFAULT_THRESHOLDS.whole_bytes
 

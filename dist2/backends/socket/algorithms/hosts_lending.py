@@ -3,7 +3,7 @@
 As in `hosts_reducing.py`, a vector is cut into rails; a rank folds its own rail out of the tensors of its
 host, exchanges it with the carriers of the same rail on the other hosts, and folds their results in the order
 of hosts. Here it reads the other ranks' tensors directly, and in the end the results of the other rails from
-their carriers' tensors, as in `single_copy.py`. A rail goes piece by piece, each a message: while some are on
+their carriers' tensors, as in `mapped.py`. A rail goes piece by piece, each a message: while some are on
 the wire, others are folded.
 """
 

@@ -19,9 +19,9 @@ from dist2.backends.socket.algorithms import (
     hosts_lending,
     hosts_moving,
     hosts_reducing,
+    mapped,
     pairwise,
     ring,
-    single_copy,
     van_de_geijn,
 )
 from dist2.backends.socket.algorithms.request import Request, family_of
@@ -98,15 +98,6 @@ def _flat_pairs(rank: int, request: Request) -> Schedule:
     return flat_exchange.flat_exchange(rank, request.counts, request.received, stride)
 
 
-def _lent_all_gather(rank: int, request: Request) -> Schedule:
-    return single_copy.all_gather(rank, request.world_size, request.counts, request.uncached_numel)
-
-
-def _lent_all_to_all(rank: int, request: Request) -> Schedule:
-    sent, received = request.counts, request.received
-    return single_copy.all_to_all(rank, request.world_size, sent, received, request.uncached_numel)
-
-
 def _direct_all_reduce(rank: int, request: Request) -> Schedule:
     numel, limit = request.counts[0], request.pass_numel
     return direct.all_reduce(rank, request.world_size, numel, limit, request.layout)
@@ -166,17 +157,17 @@ def _nothing(make: Callable[[int, int], Schedule]) -> _Build:
     return lambda rank, request: make(rank, request.world_size)
 
 
-def _single_copy(family: OpKind, build: _Build) -> Algorithm:
-    return Algorithm(SINGLE_COPY, family, build, flat=True, lends=True)
+def _mapped(family: OpKind, build: _Build) -> Algorithm:
+    return Algorithm(MAPPED, family, build, flat=True, lends=True)
 
 
-SINGLE_COPY = "single_copy"
+MAPPED = "mapped"
 HOSTS_LENT = "hosts_lent"
 _REDUCE_SCATTER = OpKind.REDUCE_SCATTER
 _REGISTRY = (
     Algorithm("one_shot", OpKind.ALL_REDUCE, _vector(flat_reducing.all_reduce_one_shot), flat=True),
     Algorithm("two_shot", OpKind.ALL_REDUCE, _vector(flat_reducing.all_reduce_two_shot), flat=True),
-    _single_copy(OpKind.ALL_REDUCE, _vector(single_copy.all_reduce)),
+    _mapped(OpKind.ALL_REDUCE, _vector(mapped.all_reduce)),
     Algorithm("whole", OpKind.ALL_REDUCE, _ordered_vector(direct.all_reduce_whole)),
     Algorithm("bruck", OpKind.ALL_REDUCE, _ordered_vector(bruck.all_reduce)),
     Algorithm("direct", OpKind.ALL_REDUCE, _direct_all_reduce),
@@ -205,18 +196,18 @@ _REGISTRY = (
     ),
     Algorithm("one_shot", OpKind.REDUCE, _rooted(flat_reducing.reduce_one_shot), flat=True, streams=True),
     Algorithm("two_shot", OpKind.REDUCE, _rooted(flat_reducing.reduce_two_shot), flat=True),
-    _single_copy(OpKind.REDUCE, _rooted(single_copy.reduce)),
+    _mapped(OpKind.REDUCE, _rooted(mapped.reduce)),
     Algorithm("whole", OpKind.REDUCE, _whole_reduce),
     Algorithm("direct", OpKind.REDUCE, _direct_reduce),
     Algorithm("binomial", OpKind.REDUCE, _rooted(binomial.reduce), ordered=False),
     Algorithm("hosts", OpKind.REDUCE, _hosts_reduce, hierarchical=True),
     Algorithm("flat", _REDUCE_SCATTER, _parts(flat_reducing.reduce_scatter), flat=True),
-    _single_copy(_REDUCE_SCATTER, _parts(single_copy.reduce_scatter)),
+    _mapped(_REDUCE_SCATTER, _parts(mapped.reduce_scatter)),
     Algorithm("direct", _REDUCE_SCATTER, _direct_reduce_scatter),
     Algorithm("ring", _REDUCE_SCATTER, _parts(ring.reduce_scatter), ordered=False),
     Algorithm("hosts", _REDUCE_SCATTER, _hosts_parts(hosts_reducing.reduce_scatter), hierarchical=True),
     Algorithm("flat", OpKind.BROADCAST, _rooted(flat_moving.broadcast), flat=True, streams=True),
-    _single_copy(OpKind.BROADCAST, _rooted(single_copy.broadcast)),
+    _mapped(OpKind.BROADCAST, _rooted(mapped.broadcast)),
     Algorithm("binomial", OpKind.BROADCAST, _rooted(binomial.broadcast)),
     Algorithm("van_de_geijn", OpKind.BROADCAST, _rooted(van_de_geijn.broadcast)),
     Algorithm("hosts", OpKind.BROADCAST, _hosts_broadcast(hosts_moving.broadcast), hierarchical=True),
@@ -224,21 +215,21 @@ _REGISTRY = (
         "hosts_tree", OpKind.BROADCAST, _hosts_broadcast(hosts_moving.broadcast_tree), hierarchical=True
     ),
     Algorithm("flat", OpKind.ALL_GATHER, _parts(flat_moving.all_gather), flat=True),
-    _single_copy(OpKind.ALL_GATHER, _lent_all_gather),
+    _mapped(OpKind.ALL_GATHER, _parts(mapped.all_gather)),
     Algorithm("direct", OpKind.ALL_GATHER, _parts(direct.all_gather)),
     Algorithm("bruck", OpKind.ALL_GATHER, _parts(bruck.all_gather)),
     Algorithm("ring", OpKind.ALL_GATHER, _parts(ring.all_gather)),
     Algorithm("hosts", OpKind.ALL_GATHER, _hosts_parts(hosts_moving.all_gather), hierarchical=True),
     Algorithm("flat", OpKind.GATHER, _rooted_parts(flat_moving.gather), flat=True, streams=True),
-    _single_copy(OpKind.GATHER, _rooted_parts(single_copy.gather)),
+    _mapped(OpKind.GATHER, _rooted_parts(mapped.gather)),
     Algorithm("direct", OpKind.GATHER, _rooted_parts(direct.gather)),
     Algorithm("binomial", OpKind.GATHER, _rooted_parts(binomial.gather)),
     Algorithm("flat", OpKind.SCATTER, _rooted_parts(flat_moving.scatter), flat=True, streams=True),
-    _single_copy(OpKind.SCATTER, _rooted_parts(single_copy.scatter)),
+    _mapped(OpKind.SCATTER, _rooted_parts(mapped.scatter)),
     Algorithm("direct", OpKind.SCATTER, _rooted_parts(direct.scatter)),
     Algorithm("binomial", OpKind.SCATTER, _rooted_parts(binomial.scatter)),
     Algorithm("flat", OpKind.ALL_TO_ALL, _flat_pairs, flat=True),
-    _single_copy(OpKind.ALL_TO_ALL, _lent_all_to_all),
+    _mapped(OpKind.ALL_TO_ALL, _pairs(mapped.all_to_all)),
     Algorithm("direct", OpKind.ALL_TO_ALL, _pairs(direct.all_to_all)),
     Algorithm("pairwise", OpKind.ALL_TO_ALL, _pairs(pairwise.all_to_all)),
     Algorithm(

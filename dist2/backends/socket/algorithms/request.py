@@ -42,8 +42,6 @@ class Request:
         scratch_bytes: Scratch memory that long operations should not exceed, where possible.
         piece_bytes: Bytes of a rail that are folded and sent at a time, between hosts.
         crossing_bytes: Length of messages between hosts if ranks expose their tensors to each other.
-        uncached_bytes: Copies of at least so many bytes are made in one call: libc makes long ones past the
-            cache.
         received: For `all_to_all`: elements that this rank gets from each.
         forced: Name of the algorithm that the caller insists on.
         lends: Whether ranks may expose their tensors to each other.
@@ -61,7 +59,6 @@ class Request:
     scratch_bytes: int = 32 << 20
     piece_bytes: int = 4 << 20
     crossing_bytes: int = 256 << 10
-    uncached_bytes: int = 96 << 20
     received: tuple[int, ...] = ()
     forced: str | None = None
     lends: bool = True
@@ -116,11 +113,6 @@ class Request:
     def crossing_numel(self) -> int:
         """Elements of a message between hosts, where ranks of a host lend each other their tensors."""
         return max(1, self.crossing_bytes // self.itemsize)
-
-    @property
-    def uncached_numel(self) -> int:
-        """Elements from which on a copy is made in one go."""
-        return max(1, self.uncached_bytes // self.itemsize)
 
     @property
     def capacity(self) -> int:

@@ -89,12 +89,10 @@ class Copy:
     Attributes:
         dst: Where to.
         src: Where from.
-        backwards: A long one begins at the end, as far as that is a matter of choice: see `mirroring`.
     """
 
     dst: Span
     src: Span
-    backwards: bool = False
 
     @property
     def is_own(self) -> bool:

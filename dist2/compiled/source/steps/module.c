@@ -1,4 +1,4 @@
-/* The part `steps` of the extension: arrivals, folds, scripts and programs. */
+/* The part `steps` of the extension: what plans move over sockets. */
 
 #include "parts.h"
 #include "steps.h"
@@ -6,7 +6,7 @@
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "dist2.compiled._native.steps",
-    .m_doc = "Steps of programs on shared memory: copies, folds and fences.",
+    .m_doc = "Payloads over sockets, and the messages of plans.",
     .m_size = -1,
 };
 
@@ -17,9 +17,7 @@ steps_made(void)
     if (self == NULL) {
         return NULL;
     }
-    if (operations_ready() < 0 || arrivals_ready(self) < 0 || folds_ready(self) < 0 || script_ready(self) < 0 ||
-        program_ready(self) < 0 || streams_ready(self) < 0 || segments_ready(self) < 0 || rails_ready(self) < 0 ||
-        sweeping_ready(self) < 0) {
+    if (streams_ready(self) < 0 || segments_ready(self) < 0 || rails_ready(self) < 0 || movers_ready(self) < 0) {
         Py_DECREF(self);
         return NULL;
     }

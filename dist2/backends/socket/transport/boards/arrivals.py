@@ -7,8 +7,8 @@
 
 A member publishes a word made of the fence's number and the operation's fingerprint; a peer has come once
 its word is the same. Words stand in a ring, so that those of the last fences can be read for a while: a
-member that does not wait may be up to `WINDOW` fences ahead (`control_words`). The type is in C, in
-``arrivals.c`` and ``fences.c`` in ``compiled/source/steps``.
+member that does not wait may be up to `WINDOW` fences ahead (`control_words`). The type binds the
+core: ``dist2/core/fences.c`` and ``waiter.c``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 
 from dist2.backends.socket.transport.boards.pieces import PIECES
 from dist2.backends.socket.transport.doorbell import Doorbell
-from dist2.compiled import steps
+from dist2.compiled.engine import Arrivals
 
 _SLOW_YIELD_NS = 200_000
 """Longest normal yield for each rank that shares the core: after a longer one another process has it."""
@@ -27,7 +27,9 @@ _ROWS = tuple((row.base, row.stride, row.count) for row in PIECES)
 """Where pieces lie, as C wants it."""
 
 
-def new_arrivals(rank: int, own: memoryview, doorbell: Doorbell, members: int, spins: int) -> steps.Arrivals:
+def new_arrivals(
+    rank: int, own: memoryview, doorbell: Doorbell, members: int, spins: int, halves: tuple[int, int]
+) -> Arrivals:
     """Return the arrivals of a board.
 
     Args:
@@ -36,11 +38,12 @@ def new_arrivals(rank: int, own: memoryview, doorbell: Doorbell, members: int, s
         doorbell: This process's doorbell.
         members: How many members the board has, this one included.
         spins: How often this one looks before it yields.
+        halves: Offsets of the halves of a slot in a region.
     """
     cores = len(os.sched_getaffinity(0))
     slow_ns = _SLOW_YIELD_NS * -(-members // cores)
     yields = _FEW_YIELDS if members > cores else _MANY_YIELDS
-    return steps.Arrivals(rank, own, doorbell, spins, yields, slow_ns, *_ROWS)
+    return Arrivals(rank, own, doorbell, spins, yields, slow_ns, halves, _ROWS)
 
 
 def default_spins(ranks_here: int, pids: set[int], spin_us: float | None) -> int:

@@ -25,7 +25,7 @@ from dist2.backends.socket.transport.boards.control_words import ALL, NOBODY, NO
 from dist2.backends.socket.transport.boards.meeting import Meeting
 from dist2.backends.socket.transport.boards.mismatches import Mismatches
 from dist2.backends.socket.transport.boards.progress import Progress
-from dist2.backends.socket.transport.boards.regions import SLOT_BYTES, Regions
+from dist2.backends.socket.transport.boards.regions import SLOT_BYTES, Regions, slot_offset
 from dist2.backends.socket.transport.boards.roster import Member, Roster
 from dist2.backends.socket.transport.boards.waiting import Waiting
 from dist2.backends.socket.transport.shared_memory import SharedHost
@@ -73,7 +73,9 @@ class Board:
         self.progress: Progress | None = None
         self.regions = Regions(host, context, rank, slot_size)
         own = self._own = self.regions.words(rank)
-        arrivals = self.arrivals = new_arrivals(rank, own, host.doorbell, 1 + len(members), spins)
+        arrivals = self.arrivals = new_arrivals(
+            rank, own, host.doorbell, 1 + len(members), spins, (slot_offset(0), slot_offset(1, slot_size))
+        )
         roster = self.roster = Roster(members, own, arrivals, host.doorbell, self.regions.has_left, names)
         self.members = roster.members
         self._peers = roster.peers
@@ -96,7 +98,8 @@ class Board:
     @property
     def turn(self) -> int:
         """Which slot half the next block uses: 0 or 1."""
-        return self.arrivals.turn
+        turn: int = self.arrivals.turn
+        return turn
 
     @turn.setter
     def turn(self, turn: int) -> None:
@@ -105,7 +108,8 @@ class Board:
     @property
     def phase(self) -> int:
         """Number of the fence that was passed last."""
-        return self.arrivals.phase
+        phase: int = self.arrivals.phase
+        return phase
 
     # Fences
 

@@ -13,10 +13,10 @@ from functools import cached_property
 
 import attrs
 
-from dist2.backends.shared_tensors import locator_of
+from dist2.backends.shared_tensors import IS_MAPPED, header_of, locator_of
 from dist2.backends.socket.transport import cross_memory
 from dist2.backends.socket.transport.boards.board import Board
-from dist2.backends.socket.transport.boards.regions import LENDING_AT, LENDING_BYTES
+from dist2.backends.socket.transport.boards.control_words import TABLE_AT, TABLE_BYTES
 from dist2.backends.socket.transport.boards.roster import Member
 from dist2.operation.signature import Operation
 from dist2.runtime.cache import keep
@@ -25,11 +25,10 @@ from dist2.runtime.shared_memory import ArenaLocator, Mapping, attach
 _HEADER = struct.Struct("<7Q")  # flags, addresses, descriptor, size, address and token of the file
 HEADER_BYTES = _HEADER.size
 """The part of a table before the addresses: how they can be accessed."""
-_TABLE_BYTES = LENDING_BYTES // 2  # two, by parity of the fence
-MAX_LENT = (_TABLE_BYTES - _HEADER.size) // 8
+MAX_LENT = (TABLE_BYTES - _HEADER.size) // 8
 MAX_DESCRIBED = 256
 """Sets of addresses whose tables are kept."""
-_REACHES_ALL, _IS_MAPPED, _TOO_MANY = 1, 2, 4
+_REACHES_ALL, _IS_MAPPED, _TOO_MANY = 1, IS_MAPPED, 4
 
 Tables = tuple[bytes, ...]
 """The exposed memory of each member, by rank."""
@@ -42,7 +41,7 @@ class Lent:
     Attributes:
         pid: Its process: 0 if the addresses are valid in this process.
         addresses: The address of each part.
-        first: Index of its first part among the places of a script: behind the tensors of a call, by rank.
+        first: Number of its first part among those of all members, by rank.
         shift: Added to the addresses in its table.
     """
 
@@ -93,7 +92,7 @@ class Lending:
     @cached_property
     def _used(self) -> int:
         """How many bytes of a table are in use: both ends of a part for each member at most."""
-        return min(_TABLE_BYTES, _HEADER.size + 2 * 8 * len(self._pids))
+        return min(TABLE_BYTES, _HEADER.size + 2 * 8 * len(self._pids))
 
     @property
     def reaches_all(self) -> bool:
@@ -129,11 +128,21 @@ class Lending:
             flags |= _IS_MAPPED
         if len(addresses) > MAX_LENT:
             flags, addresses = flags | _TOO_MANY, ()
-        token = bytes.fromhex(locator.token)
-        low, high = int.from_bytes(token[:8], "little"), int.from_bytes(token[8:], "little")
-        header = _HEADER.pack(flags, len(addresses), locator.fd, locator.nbytes, locator.address, low, high)
-        table = header + struct.pack(f"<{len(addresses)}Q", *addresses)
+        words = header_of(locator, flags)
+        words[1] = len(addresses)
+        table = _HEADER.pack(*words) + struct.pack(f"<{len(addresses)}Q", *addresses)
         return table.ljust(self._used, b"\0")  # an old entry must not be read
+
+    def find(self, rank: int) -> None:
+        """Have plans find the memory that a member exposes since the last fence.
+
+        Raises:
+            PeerLostError: The member is gone.
+        """
+        at = _table_at(self._board.phase & 1)
+        table = bytes(self._regions.control_page(rank)[at : at + TABLE_BYTES])
+        shift = self._reached(_read_table(table, self._pids[rank]), 0).shift
+        self._board.arrivals.know(rank, _HEADER.unpack_from(table), shift % (1 << 64))
 
     def tables(self, parity: int) -> Tables:
         """Return the tables of all members at the last fence of a parity: equal on all of them."""
@@ -154,13 +163,11 @@ class Lending:
         """Return where in this process a member's table begins, for fences of a parity."""
         return self._regions.page_address(rank) + _table_at(parity)
 
-    def reached(self, tables: Tables, by_kernel: bool = True, tensors: int = 0) -> dict[int, Lent] | None:
+    def reached(self, tables: Tables) -> dict[int, Lent] | None:
         """Return the exposed memory of each other member; None unless all members can access all of it.
 
         Args:
             tables: The result of `tables`.
-            by_kernel: Whether the kernel may move memory that is not mapped; equal on all ranks.
-            tensors: How many a call has.
 
         Raises:
             PeerLostError: A member is gone.
@@ -170,16 +177,16 @@ class Lending:
             for rank, table in zip(sorted(self._pids), tables, strict=True)
         }
         self.by_kernel = all(table.flags & _REACHES_ALL for table in read.values())
-        by_kernel = by_kernel and self.by_kernel
         for table in read.values():
-            reachable = by_kernel or table.flags & _IS_MAPPED or not table.addresses
+            reachable = self.by_kernel or table.flags & _IS_MAPPED or not table.addresses
             if table.flags & _TOO_MANY or not reachable:
                 return None
         lent: dict[int, Lent] = {}
+        parts = 0
         for rank, table in read.items():
             if rank != self._board.rank:
-                lent[rank] = self._reached(table, tensors)
-                tensors += len(table.addresses)
+                lent[rank] = self._reached(table, parts)
+                parts += len(table.addresses)
         return lent
 
     def _reached(self, table: _Table, first: int) -> Lent:
@@ -197,7 +204,7 @@ class Lending:
 
 
 def _table_at(parity: int) -> int:
-    return LENDING_AT + parity * _TABLE_BYTES
+    return TABLE_AT + parity * TABLE_BYTES
 
 
 def _read_table(table: bytes, pid: int) -> _Table:

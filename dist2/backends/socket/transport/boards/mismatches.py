@@ -22,7 +22,7 @@ from dist2.backends.socket.transport.boards.regions import TEXT_AT, TEXT_BYTES, 
 from dist2.backends.socket.transport.boards.roster import Peers
 from dist2.backends.socket.transport.messages.explaining import HEAR_S, mismatch
 from dist2.backends.socket.transport.spinning import yield_core
-from dist2.compiled import steps
+from dist2.compiled.engine import Arrivals
 from dist2.errors import MismatchError
 from dist2.operation.description import Call
 from dist2.operation.signature import Operation
@@ -49,7 +49,7 @@ class Mismatches:
         rank: int,
         own: memoryview,
         regions: Regions,
-        arrivals: steps.Arrivals,
+        arrivals: Arrivals,
         peers: Peers,
         names: RankNames,
     ) -> None:
@@ -88,7 +88,9 @@ class Mismatches:
         seq = next((words[SEQ] for words, member in self._peers if member.rank == rank), 0)
         if seq == 0:
             return "no operation of this group"
-        known = {each.seq: each for each in (self._arrivals.before, self._arrivals.at) if each is not None}
+        known: dict[int, Operation] = {
+            each.seq: each for each in (self._arrivals.before, self._arrivals.at) if each is not None
+        }
         if seq in known:
             return known[seq].describe()
         call = self._of_operation(seq)
@@ -137,7 +139,8 @@ class Mismatches:
         if left is not None:
             return left
         assert self._arrivals.at is not None  # it logs calls in which it does not wait for all
-        return self._arrivals.at.call()
+        operation: Operation = self._arrivals.at
+        return operation.call()
 
     def _at_fence(self, words: memoryview, rank: int, phase: int) -> Call | None:
         """Return the published call of a member at one of the last fences; None if it says nothing yet."""

@@ -13,8 +13,8 @@ import attrs
 TINY_BYTES, PIECE_BYTES = 1 << 10, 128 << 10
 """The size of a piece of either kind."""
 
-TINY, LONGER = 0, 1
-"""The kinds."""
+TINY, LONGER, HALVES = range(3)
+"""The kinds; a plan may also claim the half of the slots that is next."""
 
 _STAGGER = 64, 4096  # so that pieces do not all lie in the same sets of a cache
 

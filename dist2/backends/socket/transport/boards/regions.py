@@ -14,10 +14,8 @@ from dist2.backends.socket.transport.boards.pieces import CONTROL_BYTES, PIECES_
 from dist2.backends.socket.transport.shared_memory import Neighbour, Region, SharedHost
 
 TEXT_AT, TEXT_BYTES = 1024, 2048
-"""Where in a member's control page a call is described: see `mismatches`."""
-
-LENDING_AT, LENDING_BYTES = TEXT_AT + TEXT_BYTES, CONTROL_BYTES - TEXT_AT - TEXT_BYTES
-"""The table of its exposed memory: see `lending`."""
+"""Where in a member's control page a call is described: see `mismatches`. The tables of its exposed memory
+follow: see `lending`."""
 
 SLOT_BYTES = 1 << 20
 """Each half of a member's slot. Larger operations go through in blocks."""

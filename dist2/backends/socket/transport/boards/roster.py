@@ -18,7 +18,7 @@ from dist2.backends.socket.transport.boards.progress import Progress
 from dist2.backends.socket.transport.doorbell import Doorbell
 from dist2.backends.socket.transport.messages.explaining import left_words
 from dist2.backends.socket.transport.shared_memory import Neighbour
-from dist2.compiled import steps
+from dist2.compiled.engine import Arrivals
 from dist2.errors import (
     Dist2Error,
     GroupAbortedError,
@@ -71,7 +71,7 @@ class Roster:
         self,
         members: Sequence[Member],
         own: memoryview,
-        arrivals: steps.Arrivals,
+        arrivals: Arrivals,
         doorbell: Doorbell,
         has_left: Callable[[Neighbour], bool],
         names: RankNames = RANKS,

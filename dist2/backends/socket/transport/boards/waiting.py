@@ -17,7 +17,7 @@ from dist2.backends.socket.transport.boards.roster import Roster
 from dist2.backends.socket.transport.doorbell import Doorbell
 from dist2.backends.socket.transport.messages.explaining import absence
 from dist2.backends.socket.transport.spinning import yield_core
-from dist2.compiled import steps
+from dist2.compiled.engine import Arrivals
 from dist2.errors import MismatchError
 from dist2.operation.signature import Operation
 from dist2.runtime.signals import ctrl_c
@@ -50,7 +50,7 @@ class Waiting:
     def __init__(
         self,
         own: memoryview,
-        arrivals: steps.Arrivals,
+        arrivals: Arrivals,
         doorbell: Doorbell,
         roster: Roster,
         mismatches: Mismatches,

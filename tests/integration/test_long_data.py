@@ -1,4 +1,4 @@
-"""Data longer than the caches go through slots or pieces in blocks: any lengths and kinds of memory."""
+"""Long data go through slots or pieces in blocks: any lengths and kinds of memory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from support.processes import run_processes
 
 import dist2
 from dist2 import ProcessGroup
-from dist2.backends.socket.flat import ROW
-from dist2.backends.socket.tuning import CROWDS, DEFAULT_THRESHOLDS, LENT, Tuning
+from dist2.backends.socket.tuning import CROWDS, DEFAULT_THRESHOLDS, Tuning
 
 KIB = 1 << 10
 LONG = 13 << 20
-"""Bytes: several rows of blocks, and more than the kernel moves between processes."""
+"""Bytes: many blocks, and more than stays in the caches."""
 
 
 def numbered(numel: int, rank: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -24,11 +23,11 @@ def numbered(numel: int, rank: int, dtype: torch.dtype = torch.int32) -> torch.T
 
 
 def slots_alone(folder: Path) -> Path:
-    """Return a tuning by which nothing is lent, and roots fold by themselves."""
+    """Return a tuning by which all data go through slots, and roots fold by themselves."""
     never = (1 << 40,) * len(CROWDS)
-    rows = dict.fromkeys((*LENT, "one_shot_reduce_bytes"), never)
+    limits = DEFAULT_THRESHOLDS.mapped_from(1 << 40).changed({"one_shot_reduce_bytes": never})
     path = folder / "tuning.json"
-    Tuning(DEFAULT_THRESHOLDS.changed(rows | {"lending_bytes": 1 << 40})).write(path)
+    Tuning(limits).write(path)
     return path
 
 
@@ -68,7 +67,7 @@ def gather_lists(pg: ProcessGroup) -> None:
 def exchange(pg: ProcessGroup) -> None:
     """Exchange parts of many blocks and empty ones: ranks differ in how many blocks they have."""
     me, size = pg.rank(), pg.size()
-    lengths = [1021, ROW * 256 * KIB + 77, 0, 3 * 256 * KIB]
+    lengths = [1021, 4 * 256 * KIB + 77, 0, 3 * 256 * KIB]
 
     def sent(rank: int) -> list[int]:
         return [lengths[(rank + peer) % len(lengths)] for peer in range(size)]
@@ -84,7 +83,7 @@ def exchange(pg: ProcessGroup) -> None:
 
 
 def stream(pg: ProcessGroup) -> None:
-    """Move and reduce data of several rows of pieces, and short data, from and to each root."""
+    """Move and reduce data of many pieces, and short data, from and to each root."""
     me, size = pg.rank(), pg.size()
     numel = LONG // 4 + 1021
     part = numel // size

@@ -1,6 +1,9 @@
-/* Folds: left to right, each element in a register or a block that stays in the cache. */
+/* Folds: from left to right, each element in a register or in a block that stays in the cache. The order is part of
+   the contract: all ranks get the same bits. To add a dtype or an operation: a DEFINE_FOLD, and a row in FOLDS. */
 
-#include "steps.h"
+#include "reduce.h"
+
+#include <stdint.h>
 
 #include <string.h>
 
@@ -16,19 +19,19 @@
    they are computed as unsigned ones. */
 #define DEFINE_SOME(name, type, finish)                                                                       \
     static inline __attribute__((always_inline)) void name##_some(                                            \
-        type *dst, const type *const *srcs, const Py_ssize_t count, size_t numel, type divisor)               \
+        type *dst, const type *const *srcs, const int count, size_t numel, type divisor)               \
     {                                                                                                         \
         (void)divisor;                                                                                        \
         _Pragma("GCC ivdep") for (size_t at = 0; at < numel; at++)                                            \
         {                                                                                                     \
             type sum = srcs[0][at];                                                                           \
-            for (Py_ssize_t each = 1; each < count; each++)                                                   \
+            for (int each = 1; each < count; each++)                                                   \
                 sum += srcs[each][at];                                                                        \
             dst[at] = finish(sum, divisor);                                                                   \
         }                                                                                                     \
     }                                                                                                         \
     static inline __attribute__((always_inline)) void name##_few(                                             \
-        type *dst, const type *const *srcs, Py_ssize_t count, size_t numel, type divisor)                     \
+        type *dst, const type *const *srcs, int count, size_t numel, type divisor)                     \
     {                                                                                                         \
         if (count == 2)                                                                                       \
             name##_some(dst, srcs, 2, numel, divisor);                                                        \
@@ -47,7 +50,7 @@
    `dst`, which may be a vector that is still to be added. */
 #define DEFINE_SUM(name, partial, type)                                                                       \
     FOR_EACH_CPU static void name(                                                                            \
-        void *dst, const void *const *srcs, Py_ssize_t count, size_t numel, double divisor)                   \
+        void *dst, const void *const *srcs, int count, size_t numel, double divisor)                   \
     {                                                                                                         \
         if (count <= FEW) {                                                                                   \
             name##_few(dst, (const type *const *)srcs, count, numel, (type)divisor);                          \
@@ -58,7 +61,7 @@
             size_t left = numel - start;                                                                      \
             size_t length = left < FOLD_BLOCK / sizeof(type) ? left : FOLD_BLOCK / sizeof(type);              \
             const type *few[FEW];                                                                             \
-            Py_ssize_t next = 0, taken = 0;                                                                   \
+            int next = 0, taken = 0;                                                                   \
             for (; next < FEW; next++)                                                                        \
                 few[taken++] = (const type *)srcs[next] + start;                                              \
             partial##_some(block, few, FEW, length, (type)divisor);                                           \
@@ -90,24 +93,4 @@ const Fold FOLDS[] = {
     {"sum_int32", sum_int32, 4},             {"sum_int64", sum_int64, 8},
     {"average_float32", average_float32, 4}, {"average_float64", average_float64, 8},
 };
-const Py_ssize_t FOLD_COUNT = sizeof FOLDS / sizeof FOLDS[0];
-
-int
-folds_ready(PyObject *module)
-{
-    PyObject *folds = PyTuple_New(FOLD_COUNT);
-    if (folds == NULL) {
-        return -1;
-    }
-    for (Py_ssize_t each = 0; each < FOLD_COUNT; each++) {
-        PyObject *name = PyUnicode_FromString(FOLDS[each].name);
-        if (name == NULL) {
-            Py_DECREF(folds);
-            return -1;
-        }
-        PyTuple_SET_ITEM(folds, each, name);
-    }
-    int added = PyModule_AddObjectRef(module, "FOLDS", folds);
-    Py_DECREF(folds);
-    return added;
-}
+const int FOLD_COUNT = sizeof FOLDS / sizeof FOLDS[0];

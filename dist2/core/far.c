@@ -3,7 +3,7 @@
    So members that move much data write a word now and then, each in its own cache line, and measure the time to read
    a word that another member has just written. */
 
-#include "steps.h"
+#include "board.h"
 
 #define FAR_BYTES (16 << 10) /* calls that move so many measure the distance of the caches: */
 #define SELDOM 5             /* members look at one fence in so many, */
@@ -13,43 +13,43 @@
 #define MOST_FAR 16
 
 static int
-is_probed(const Arrivals *self, size_t moved)
+is_probed(const Board *board, size_t moved)
 {
-    return moved >= LONG_BYTES || (moved >= FAR_BYTES && self->phase % SELDOM == 0);
+    return moved >= LONG_BYTES || (moved >= FAR_BYTES && board->phase % SELDOM == 0);
 }
 
 void
-tell_distance(Arrivals *self, size_t moved)
+tell_distance(Board *board, size_t moved)
 {
-    if (is_probed(self, moved)) {
-        atomic_store_explicit(&self->own[PROBE], self->phase, memory_order_relaxed);
+    if (is_probed(board, moved)) {
+        write_word(&board->own[PROBE], board->phase);
     }
 }
 
 void
-note_distance(Arrivals *self, size_t moved)
+note_distance(Board *board, size_t moved)
 {
-    if (!is_probed(self, moved) || self->count == 0) {
+    if (!is_probed(board, moved) || board->count == 0) {
         return;
     }
-    Peer *peer = &self->peers[self->looks++ % (unsigned)self->count];
-    int64_t before = monotonic_ns();
-    uint64_t probe = atomic_load_explicit(&peer->words[PROBE], memory_order_relaxed);
-    int64_t behind = monotonic_ns();
+    Peer *peer = &board->peers[board->looks++ % (unsigned)board->count];
+    int64_t before = clock_ns();
+    uint64_t probe = read_word(&peer->words[PROBE]);
+    int64_t behind = clock_ns();
     if (probe == peer->probe) { /* not written since: it is in this core's cache */
         return;
     }
     peer->probe = probe;
-    if (behind - before - (monotonic_ns() - behind) > FAR_NS) {
-        self->far = self->far + FAR_STEP < MOST_FAR ? self->far + FAR_STEP : MOST_FAR;
+    if (behind - before - (clock_ns() - behind) > FAR_NS) {
+        board->far = board->far + FAR_STEP < MOST_FAR ? board->far + FAR_STEP : MOST_FAR;
     }
-    else if (self->far > 0) {
-        self->far--;
+    else if (board->far > 0) {
+        board->far--;
     }
 }
 
 int
-are_far(const Arrivals *self)
+are_far(const Board *board)
 {
-    return self->far > MOST_FAR / 2;
+    return board->far > MOST_FAR / 2;
 }

@@ -1,4 +1,4 @@
-"""Collectives that copy nothing into shared memory: ranks read each other's tensors.
+"""Collectives that copy nothing into shared memory: ranks read each other's tensors, which are mapped.
 
 Each rank exposes its caller's memory between its first fence and its last. Reductions read the tensors of all
 ranks directly, other operations copy each element once. All fold in rank order.
@@ -7,10 +7,6 @@ Only its owner writes a tensor. A rank can be stopped at any instruction, for an
 another's memory when it continues, that memory might be in other use, because its owner's call may have
 raised meanwhile. A read that comes too late does no harm: the last fence shows it (`Recall.check`), and the
 call raises.
-
-These schedules do not depend on the way in which a rank accesses another's memory: it is mapped
-(`dist2.shared_empty`), or read by the kernel. Source of the idea: "cross-memory attach" of MPI libraries,
-e.g. Goglin and Moreaud 2013 (KNEM).
 """
 
 from __future__ import annotations
@@ -80,14 +76,14 @@ def broadcast(rank: int, world_size: int, numel: int, root: int) -> Schedule:
     return assemble([Fence(), Copy(target(0, numel), lent(root, 0, 0, numel)), Fence()])
 
 
-def all_gather(rank: int, world_size: int, counts: Sequence[int], whole: int) -> Schedule:
-    """Copy each part out of its owner's tensor; an own part of ``whole`` elements or more in one go."""
+def all_gather(rank: int, world_size: int, counts: Sequence[int]) -> Schedule:
+    """Copy each part out of its owner's tensor: two fences."""
     bounds = offsets_of(counts)
     copies = [
         Copy(target(bounds[peer], bounds[peer + 1]), lent(peer, 0, 0, counts[peer]))
         for peer in peers_after(rank, world_size)
     ]
-    return _around(world_size, bounds[rank], 0, counts[rank], copies, whole)
+    return _around(world_size, bounds[rank], 0, counts[rank], copies)
 
 
 def gather(rank: int, world_size: int, counts: Sequence[int], root: int) -> Schedule:
@@ -117,9 +113,7 @@ def scatter(rank: int, world_size: int, counts: Sequence[int], root: int) -> Sch
     return assemble([Fence(), own, Fence()], lends=Buffer.INPUT)
 
 
-def all_to_all(
-    rank: int, world_size: int, sent: Sequence[int], received: Sequence[int], whole: int
-) -> Schedule:
+def all_to_all(rank: int, world_size: int, sent: Sequence[int], received: Sequence[int]) -> Schedule:
     """Copy the own part out of each other rank's tensor: two fences. A rank knows its own sizes only.
 
     Args:
@@ -127,21 +121,17 @@ def all_to_all(
         world_size: How many ranks there are.
         sent: Elements for each rank.
         received: Elements from each rank.
-        whole: From so many elements on, a rank's own part is copied in one go.
     """
     outgoing, incoming = offsets_of(sent), offsets_of(received)
     copies = [
         Copy(target(incoming[peer], incoming[peer + 1]), lent(peer, rank, 0, received[peer]))
         for peer in peers_after(rank, world_size)
     ]
-    return _around(world_size, incoming[rank], outgoing[rank], sent[rank], copies, whole)
+    return _around(world_size, incoming[rank], outgoing[rank], sent[rank], copies)
 
 
-def _around(world_size: int, to: int, start: int, numel: int, copies: Sequence[Step], whole: int) -> Schedule:
-    """Do copies between two fences; the own part is copied while others come to a fence.
-
-    It is copied in two halves, one at each fence, unless it is so long that libc would go past the cache with
-    all of it, and not with a half.
+def _around(world_size: int, to: int, start: int, numel: int, copies: Sequence[Step]) -> Schedule:
+    """Do copies between two fences; the own part is copied while others come to the first.
 
     Args:
         world_size: How many ranks there are.
@@ -149,11 +139,8 @@ def _around(world_size: int, to: int, start: int, numel: int, copies: Sequence[S
         start: Where in the input it is.
         numel: Elements of it.
         copies: The copies of the others' parts.
-        whole: From so many elements on it is copied in one go.
     """
-    cut = numel if numel >= whole else numel // 2
-    first = Copy(target(to, to + cut), source(start, start + cut))
-    second = [] if cut == numel else [Copy(target(to + cut, to + numel), source(start + cut, start + numel))]
+    own = Copy(target(to, to + numel), source(start, start + numel))
     if world_size == 1:
-        return assemble([first, *second])
-    return assemble([first, Fence(), *copies, *second, Fence()], lends=Buffer.INPUT)
+        return assemble([own])
+    return assemble([own, Fence(), *copies, Fence()], lends=Buffer.INPUT)

@@ -1,0 +1,266 @@
+/* Fences: the only synchronisation of the members of a board.
+
+   A member comes to a fence by publishing one word: the fence's number and the operation's fingerprint. Another
+   member compares it with its own word of that fence, so one comparison shows that the first has arrived and that it
+   made the same call. Words stand in a ring of RING; a member may be up to WINDOW fences ahead of the others, so every
+   word is read by all before it is overwritten.
+
+   A sleeping member publishes which fence it awaits (SLEEPING), then looks again, then sleeps. A member that comes
+   publishes its word, then reads the SLEEPING of the others. Between the two steps both have a full fence: at least
+   one of them sees the other. */
+
+#include "board.h"
+
+#include <stdlib.h>
+#include <unistd.h>
+
+#define LOOK_NS INT64_C(5000000) /* how often a member that waits for fewer than all looks after the others' health */
+#define FOR_ALL 1                /* in SLEEPING: the awaited members, */
+#define FOR_ONE 2                /* or the rank of one and 2 */
+#define SHORT_NAP 8              /* fences at which a member sleeps at once after a slow yield */
+
+int
+board_open(Board *board, Word *own, long rank, int bell)
+{
+    board->own = own;
+    board->rank = rank;
+    board->bell = bell;
+    board->core = -1;
+    board->nap = SHORT_NAP;
+    board->ranks = rank + 1;
+    board->regions = calloc((size_t)board->ranks, sizeof(char *));
+    if (board->regions == NULL) {
+        return -1;
+    }
+    board->regions[rank] = (char *)own;
+    return 0;
+}
+
+int
+board_add(Board *board, Word *words, long rank, int bell)
+{
+    Peer *peers = realloc(board->peers, (size_t)(board->count + 1) * sizeof(Peer));
+    if (peers == NULL) {
+        return -1;
+    }
+    board->peers = peers;
+    if (rank >= board->ranks) {
+        char **regions = realloc(board->regions, (size_t)(rank + 1) * sizeof(char *));
+        if (regions == NULL) {
+            return -1;
+        }
+        board->regions = regions;
+        for (; board->ranks <= rank; board->ranks++) {
+            regions[board->ranks] = NULL;
+        }
+    }
+    board->regions[rank] = (char *)words;
+    peers[board->count++] = (Peer){.words = words, .rank = rank, .bell = bell};
+    return 0;
+}
+
+void
+board_close(Board *board)
+{
+    free(board->peers);
+    free(board->regions);
+    board->peers = NULL;
+    board->regions = NULL;
+    board->count = 0;
+    board->ranks = 0;
+}
+
+int
+peer_index(const Board *board, long whom)
+{
+    if (whom == ALL || whom == NOBODY) {
+        return (int)whom;
+    }
+    for (int each = 0; each < board->count; each++) {
+        if (board->peers[each].rank == whom) {
+            return each;
+        }
+    }
+    return NOBODY - 1;
+}
+
+/* Whether a member has come to a fence, with the same fingerprint there and before. */
+static inline int
+has_come(const Board *board, Peer *peer, uint64_t phase)
+{
+    while (peer->agreed < phase) {
+        size_t next = (peer->agreed + 1) % RING;
+        if (observe(&peer->words[next]) != read_word(&board->own[next])) {
+            return 0;
+        }
+        peer->agreed++;
+    }
+    return 1;
+}
+
+/* Whether a member's word of a fence is in its region, regardless of its fingerprint. */
+static inline int
+is_at(const Peer *peer, uint64_t phase)
+{
+    return observe(&peer->words[phase % RING]) >> PRINT_BITS == phase % PHASES;
+}
+
+int
+have_come(Board *board, int first, int *absent, uint64_t phase)
+{
+    while (*absent > first && has_come(board, &board->peers[*absent - 1], phase)) {
+        --*absent;
+    }
+    return *absent == first;
+}
+
+Status
+await(Board *board, Wait *wait, int whom, uint64_t phase)
+{
+    int first = whom == ALL || whom == NOBODY ? 0 : whom;
+    int absent = whom == ALL ? board->count : whom == NOBODY ? 0 : whom + 1;
+    Status status = DONE;
+    if (!have_come(board, first, &absent, phase)) {
+        if (wait->since_ns == 0) {
+            wait->since_ns = clock_ns();
+        }
+        board->whom = whom == ALL ? ALL : board->peers[whom].rank;
+        board->sought = phase;
+        status = wait_longer(board, wait, first, absent, phase);
+    }
+    if (status == DONE && wait->since_ns != 0) {
+        board->waited_ns += (uint64_t)(clock_ns() - wait->since_ns);
+        wait->since_ns = wait->yields_ns = 0;
+    }
+    return status;
+}
+
+Status
+reach(Board *board, Wait *wait, uint64_t phase, uint64_t more)
+{
+    int absent = board->count;
+    if (have_come(board, 0, &absent, phase)) {
+        return await(board, wait, NOBODY, phase); /* a wait that was begun is over */
+    }
+    uint64_t last = phase + more;
+    return await(board, wait, ALL, last < board->phase ? last : board->phase);
+}
+
+Status
+make_room(Board *board, Wait *wait)
+{
+    uint64_t phase = board->phase + 1;
+    return phase < WINDOW ? DONE : reach(board, wait, phase - WINDOW + 1, WINDOW / 2);
+}
+
+/* Whether a sleeping member can continue, because this one has come to its last fence. */
+static int
+frees(const Board *board, const Peer *sleeper, uint64_t sleeping)
+{
+    uint64_t whom = sleeping % (UINT64_C(1) << WHOM_BITS), phase = (sleeping >> WHOM_BITS) % PHASES;
+    if ((board->phase - phase) % PHASES >= PHASES / 2) {
+        return 0;
+    }
+    if (whom != FOR_ALL) {
+        return whom == (uint64_t)board->rank + FOR_ONE;
+    }
+    for (int each = 0; each < board->count; each++) {
+        if (&board->peers[each] != sleeper && !is_at(&board->peers[each], phase)) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+uint64_t
+sleeping_word(Board *board, uint64_t phase)
+{
+    uint64_t code = board->whom == ALL ? FOR_ALL : (uint64_t)board->whom + FOR_ONE;
+    board->naps++; /* no member rings twice for one nap */
+    return board->naps << (WHOM_BITS + PHASE_BITS) | phase % PHASES << WHOM_BITS | code;
+}
+
+/* Wake the members that can continue, once for each of their naps. Of several members that come at the same time at
+   least one sees the words of all, as each published its own first. */
+static void
+ring_sleepers(Board *board)
+{
+    for (int each = 0; each < board->count; each++) {
+        Peer *peer = &board->peers[each];
+        uint64_t sleeping = read_word(&peer->words[SLEEPING]);
+        if (!sleeping || sleeping == peer->rung || !frees(board, peer, sleeping)) {
+            continue;
+        }
+        peer->rung = sleeping;
+        write_word(&board->own[RANG], (uint64_t)clock_ns());
+        if (write(peer->bell, "!", 1) < 0) {
+            continue; /* full: it is about to wake anyway; broken: it is dead, and its watchers report that */
+        }
+    }
+}
+
+/* Whether a member has another fingerprint or reports a failure, or a check of all members is due. */
+static int
+is_troubled(Board *board)
+{
+    for (int each = 0; each < board->count; each++) {
+        Peer *peer = &board->peers[each];
+        if (read_word(&peer->words[STATE]) | read_word(&peer->words[DESCRIBED])) {
+            return 1;
+        }
+        if (!has_come(board, peer, board->phase) && is_at(peer, peer->agreed + 1) &&
+            !has_come(board, peer, peer->agreed + 1)) { /* again: it may have come just now */
+            return 1;
+        }
+    }
+    int64_t now = clock_ns();
+    tell_running(board, now);
+    if (now - board->looked_ns < LOOK_NS && !atomic_load_explicit(&board->stopped, memory_order_relaxed)) {
+        return 0;
+    }
+    board->looked_ns = now;
+    return 1;
+}
+
+int
+arrive(Board *board, uint64_t print, int whom, size_t moved)
+{
+    uint64_t phase = ++board->phase;
+    tell_distance(board, moved);
+    write_word(&board->own[CALLED + phase % RING], board->called);
+    board->called = 0;
+    publish(&board->own[phase % RING], (phase % PHASES) << PRINT_BITS | (print & PRINT_MASK));
+    atomic_thread_fence(memory_order_seq_cst); /* the word is out before the sleep flags are read */
+    ring_sleepers(board);
+    if (whom == ALL || !is_troubled(board)) {
+        return 0;
+    }
+    board->whom = NOBODY;
+    board->sought = phase;
+    return 1;
+}
+
+Status
+claim(Board *board, Wait *wait, int kind)
+{
+    if (kind == HALVES) { /* a member that has passed a fence of all knows that the half before is read */
+        board->slot = board->halves[board->turn];
+        board->turn ^= 1;
+        return DONE;
+    }
+    Pieces *pieces = &board->pieces[kind];
+    uint64_t *last = &pieces->last[pieces->next];
+    if (board->claimed != NULL) {
+        *board->claimed = board->phase;
+    }
+    if (*last) {
+        Status status = reach(board, wait, *last + 1, (uint64_t)pieces->count / 2);
+        if (status != DONE) {
+            return status;
+        }
+    }
+    board->claimed = last;
+    board->slot = pieces->base + (uint64_t)pieces->next * pieces->stride;
+    pieces->next = (pieces->next + 1) % pieces->count;
+    return DONE;
+}

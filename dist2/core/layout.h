@@ -1,0 +1,48 @@
+/* The control words at the beginning of a member's region: the only table of them. Python reads it from the binding.
+
+   Only its owner writes a region; all members of the board read it. */
+
+#ifndef DIST2_CORE_LAYOUT_H
+#define DIST2_CORE_LAYOUT_H
+
+#define PRINT_BITS 40 /* a word of a fence: its number, above so many bits of the operation's fingerprint */
+#define PHASE_BITS (64 - PRINT_BITS)
+#define PHASES (UINT64_C(1) << PHASE_BITS)
+#define PRINT_MASK ((UINT64_C(1) << PRINT_BITS) - 1)
+#define WHOM_BITS 16 /* of SLEEPING: see `sleeping_word` in fences.c */
+
+#define CONTROL_WORDS(_)                                                                                      \
+    _(RING, 32)     /* the first words: arrivals at the last fences, by number of the fence */                \
+    _(WINDOW, 16)   /* a member is fewer fences ahead of any other: words that are not compared yet stand */  \
+    _(SLEEPING, 32) /* the fence that a sleeping member awaits; 0: it is awake */                             \
+    _(STATE, 40)    /* not 0: it has closed, aborted or revoked the group */                                  \
+    _(DESCRIBED, 41) /* the fence at which it found a mismatch, and the length of its call's description */   \
+    _(GAVE_UP, 42)  /* it has given up an operation in which it exposed memory */                             \
+    _(NOTES, 43)    /* a number that it publishes with a fence, here and in the next word, by parity */       \
+    _(MET, 45)      /* it has found the regions of all members */                                             \
+    _(CORE, 46)     /* the core on which it waits, plus 1; 0: unknown */                                      \
+    _(CROWDED, 47)  /* not 0: another process uses its core as well */                                        \
+    _(CALLED, 48)   /* its calls at those fences of the ring at which it did not wait for all */              \
+    _(SEQ, 80)      /* number of its operation; apart from words that others read at each fence */            \
+    _(RANG, 81)     /* monotonic nanosecond at which it last rang a doorbell, */                              \
+    _(RAN, 82)      /* and at which it was known to run */                                                    \
+    _(PROBE, 88)    /* alone in its cache line: the time to read it shows the distance of its caches */       \
+    _(WORDS, 89)    /* how many there are */
+
+#define AS_CONSTANT(name, value) name = value,
+enum { CONTROL_WORDS(AS_CONSTANT) };
+#undef AS_CONSTANT
+
+/* The awaited members of a fence, if not one rank. */
+enum { ALL = -1, NOBODY = -2 };
+
+/* The tables of exposed memory, two by parity of the fence: a header, then addresses. */
+enum {
+    TABLE_AT = 3072,     /* bytes from the beginning of a region */
+    TABLE_BYTES = 2560,  /* of each */
+    HEADER_WORDS = 7,    /* flags, number of addresses, descriptor, size, address and token (two) of the file */
+    COUNT_AT = 1,
+    IS_MAPPED = 2,       /* of the flags: other members can map the memory */
+};
+
+#endif

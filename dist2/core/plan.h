@@ -1,0 +1,131 @@
+/* Plans: the steps of one rank in one operation, as data. A plan contains no addresses, so that one plan serves all
+   groups of the same likeness, on tensors anywhere. Functions: plan.c makes and checks plans, executor.c runs them. */
+
+#ifndef DIST2_CORE_PLAN_H
+#define DIST2_CORE_PLAN_H
+
+#include "board.h"
+
+/* The memory of a place. */
+typedef enum {
+    TENSOR, /* of the call: its inputs, then its outputs */
+    SLOT,   /* a member's half or piece, claimed last */
+    MAPPED, /* exposed by a member, as TAKE found it */
+} Base;
+
+typedef struct {
+    Base base;
+    int index; /* of the tensor, or of the place in TAKE's list; for SLOT: the member's rank */
+    uint64_t at;
+} Place;
+
+typedef enum {
+    COPY,    /* src to dst */
+    FOLD,    /* srcs to dst, by FOLDS[number] */
+    FENCE,   /* come to a fence, copy src to dst while others come (memory that only this rank uses), await `whom` */
+    CLAIM,   /* the half that is next, or the next piece: `number` is its kind */
+    LOOP,    /* run the steps up to END `number` times; places in tensors move on by `nbytes` each time */
+    END,
+    NOTE,    /* publish `number` with the next fence */
+    NOTED,   /* CALL unless all others published `number` with the last fence */
+    SHARED,  /* OTHER unless srcs, which are in tensors, lie in shared memory of this process */
+    OFFER,   /* expose srcs, which are in tensors, from the next fence on */
+    TAKE,    /* find what the others exposed: srcs are member and part */
+    LIVES,   /* CALL if member `whom` has given up: what was read from it may not be what it exposed */
+    OUTSIDE, /* a function outside of the core moves bytes to or from dst: a message; or from src, which it can read */
+    CALLER,  /* CALL: only the caller can do it */
+} Kind;
+
+/* How a COPY stores: through the caches; past them; or into a slot, past them if the readers are far. */
+typedef enum { THROUGH, PAST, FILL } Way;
+
+/* A function that moves bytes for an OUTSIDE step; returns 0, or 1 to leave the step to the caller. */
+typedef struct Outside {
+    int (*move)(const struct Outside *self, void *memory, const void *source, size_t nbytes, long number);
+} Outside;
+
+typedef struct {
+    Kind kind;
+    Way way;
+    int checked;     /* of a FENCE: CALL if a member has given up an operation in which it exposed memory */
+    int strict;      /* of a TAKE: exposed with the last fence, OTHER if some of it is not mapped; otherwise exposed
+                        with a fence of the parity `number`, however it is accessed */
+    long whom;       /* a rank, ALL or NOBODY */
+    uint64_t number; /* see Kind */
+    size_t nbytes;
+    double divisor;  /* of a FOLD */
+    Place dst, src;
+    Place *srcs;
+    int count;
+    const Outside *outside;
+    int reads; /* of an OUTSIDE: it has a src */
+} Step;
+
+typedef struct {
+    long rank;
+    int inputs, tensors; /* of a call: those that are only read, and all */
+    int mapped;          /* places that TAKE finds */
+    size_t *sizes;       /* of the tensors, in bytes; SIZE_MAX: not known */
+    char *used;          /* whether steps have places in a tensor */
+    Step *steps;
+    int count;
+    size_t moved; /* bytes, by all steps */
+    int claims, fences;
+} Plan;
+
+/* Set up an empty plan, or free one. 0, or -1 without memory. */
+int plan_open(Plan *plan, long rank, int inputs, int outputs, const size_t *sizes);
+void plan_close(Plan *plan);
+
+/* Append a step, whose srcs are copied. 0, or -1 without memory. */
+int plan_add(Plan *plan, const Step *step);
+
+/* Check a complete plan: that every step stays inside the memory it was given, and writes only outputs and the rank's
+   own slot; that it can run. Return NULL, or a text about the step whose number is in `at`. */
+const char *plan_check(Plan *plan, int *at);
+
+/* Whether all members that a plan names are on a board. */
+int plan_fits(const Plan *plan, const Board *board);
+
+/* ---- executor.c ---- */
+
+/* The header by which a member's exposed memory was found last, and the shift of its addresses in this process. */
+typedef struct {
+    uint64_t header[HEADER_WORDS];
+    uint64_t shift;
+} Known;
+
+/* What a call did for a while. */
+typedef enum { NO_PART, COPYING, WAITING, REDUCING, SENDING, RECEIVING } PartKind;
+typedef struct {
+    PartKind kind;
+    int64_t begun_ns, ended_ns;
+} Part;
+
+/* A run of a plan on the tensors of one call. */
+typedef struct {
+    const Plan *plan;
+    Board *board;
+    char **tensors; /* addresses */
+    char **mapped;
+    const Known *known;     /* by rank */
+    const uint64_t *header; /* of this member's exposed memory, if it lies in shared memory */
+    uintptr_t shared_from, shared_until;
+    uint64_t print, called;
+    int at;         /* the step that is being run, */
+    int stage;      /* and how far it is */
+    uint64_t turns; /* of the loop that are left, */
+    uint64_t offset; /* and how far its places have moved */
+    Wait wait;
+    Part *parts; /* room for two a step; NULL: no clock is read */
+    int part_count, part_room;
+    int64_t part_ns;
+} Run;
+
+/* Run steps until the plan is DONE or the caller has to act. */
+Status run_plan(Run *run);
+
+/* Return where a place lies in this run. */
+char *place_address(const Run *run, const Place *place);
+
+#endif

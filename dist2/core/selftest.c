@@ -1,0 +1,246 @@
+/* Self-tests of the core, without Python: `make core-test` runs them under the sanitizers.
+
+   Ranks are threads with boards of their own on shared regions, as processes have them. They run plans that move
+   data through slots in loops, with readers behind the writers, and check every byte. */
+
+#define _GNU_SOURCE
+#include "plan.h"
+
+#include <poll.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+enum { REGION_BYTES = 4 << 20, TINY_AT = 8192, LONGER_AT = 65536, HALVES_AT = 1310720, MOST_RANKS = 4 };
+
+typedef struct {
+    long rank, ranks;
+    char **regions;
+    int (*bells)[2]; /* of each rank: where it listens, and where others ring */
+    Board board;
+    int failures;
+} Rank;
+
+#define EXPECT(who, condition)                                                                               \
+    do {                                                                                                      \
+        if (!(condition)) {                                                                                   \
+            fprintf(stderr, "rank %ld: line %d: %s\n", (who)->rank, __LINE__, #condition);                   \
+            (who)->failures++;                                                                               \
+        }                                                                                                     \
+    } while (0)
+
+static void
+open_board(Rank *self)
+{
+    Board *board = &self->board;
+    board_open(board, (Word *)self->regions[self->rank], self->rank, self->bells[self->rank][0]);
+    board->halves[0] = HALVES_AT;
+    board->halves[1] = HALVES_AT + (1 << 20);
+    board->pieces[TINY] = (Pieces){.base = TINY_AT, .stride = 1088, .count = 32};
+    board->pieces[LONGER] = (Pieces){.base = LONGER_AT, .stride = 135168, .count = 8};
+    board->spins = 100;
+    board->yields = 16;
+    board->slow_ns = 200000;
+    for (long rank = 0; rank < self->ranks; rank++) {
+        if (rank != self->rank) {
+            board_add(board, (Word *)self->regions[rank], rank, self->bells[rank][1]);
+        }
+    }
+}
+
+/* Run a plan; sleep on the doorbell as Python would. */
+static void
+run_whole(Rank *self, const Plan *plan, char **tensors, uint64_t print)
+{
+    Run run = {.plan = plan, .board = &self->board, .tensors = tensors, .print = print, .wait.moved = plan->moved};
+    Status status;
+    while ((status = run_plan(&run)) != DONE) {
+        EXPECT(self, status == SLOW);
+        Board *board = &self->board;
+        int index = peer_index(board, board->whom);
+        int first = index == ALL ? 0 : index, absent = index == ALL ? board->count : index + 1;
+        while (index != NOBODY && !have_come(board, first, &absent, board->sought)) {
+            write_word(&board->own[SLEEPING], sleeping_word(board, board->sought));
+            atomic_thread_fence(memory_order_seq_cst); /* the nap is out before the words are read again */
+            if (!have_come(board, first, &absent, board->sought)) {
+                char rings[256];
+                struct pollfd bell = {.fd = board->bell, .events = POLLIN};
+                poll(&bell, 1, 20);
+                if (read(board->bell, rings, sizeof rings) < 0) {
+                    continue;
+                }
+            }
+            write_word(&board->own[SLEEPING], 0);
+        }
+    }
+}
+
+static void
+add(Plan *plan, Step step)
+{
+    plan_add(plan, &step);
+}
+
+static void
+seal(Rank *self, Plan *plan)
+{
+    int at;
+    const char *complaint = plan_check(plan, &at);
+    if (complaint != NULL) {
+        fprintf(stderr, "step %d %s\n", at, complaint);
+    }
+    EXPECT(self, complaint == NULL);
+}
+
+/* Sums of float32 through the halves, in a loop of blocks. */
+static void
+reduce_all(Rank *self, size_t blocks, size_t nbytes)
+{
+    size_t whole = blocks * nbytes, numel = whole / sizeof(float);
+    float *values = malloc(whole);
+    char *tensors[] = {(char *)values};
+    Plan plan;
+    plan_open(&plan, self->rank, 0, 1, &whole);
+    Place tensor = {TENSOR, 0, 0}, own = {SLOT, (int)self->rank, 0}, slots[MOST_RANKS];
+    for (int rank = 0; rank < self->ranks; rank++) {
+        slots[rank] = (Place){SLOT, rank, 0};
+    }
+    add(&plan, (Step){.kind = LOOP, .number = blocks, .nbytes = nbytes});
+    add(&plan, (Step){.kind = CLAIM, .number = HALVES});
+    add(&plan, (Step){.kind = COPY, .way = FILL, .dst = own, .src = tensor, .nbytes = nbytes});
+    add(&plan, (Step){.kind = FENCE, .whom = ALL});
+    add(&plan, (Step){.kind = FOLD, .dst = tensor, .srcs = slots, .count = (int)self->ranks, .nbytes = nbytes});
+    add(&plan, (Step){.kind = END});
+    seal(self, &plan);
+    for (int turn = 0; turn < 20; turn++) {
+        for (size_t at = 0; at < numel; at++) {
+            values[at] = (float)(self->rank + (long)(at % 7) + turn);
+        }
+        run_whole(self, &plan, tensors, 17);
+        int right = 1;
+        for (size_t at = 0; at < numel; at++) {
+            float expected = 0;
+            for (long rank = 0; rank < self->ranks; rank++) {
+                expected += (float)(rank + (long)(at % 7) + turn);
+            }
+            right &= values[at] == expected;
+        }
+        EXPECT(self, right);
+    }
+    plan_close(&plan);
+    free(values);
+}
+
+/* Broadcasts through pieces: the root is ahead of its readers. */
+static void
+broadcast_all(Rank *self, int kind, size_t nbytes)
+{
+    unsigned char *values = malloc(nbytes);
+    char *tensors[] = {(char *)values};
+    Plan plan;
+    plan_open(&plan, self->rank, 0, 1, &nbytes);
+    Place tensor = {TENSOR, 0, 0}, slot = {SLOT, 0, 0};
+    add(&plan, (Step){.kind = CLAIM, .number = (uint64_t)kind});
+    if (self->rank == 0) {
+        add(&plan, (Step){.kind = COPY, .way = FILL, .dst = slot, .src = tensor, .nbytes = nbytes});
+        add(&plan, (Step){.kind = FENCE, .whom = NOBODY});
+    } else {
+        add(&plan, (Step){.kind = FENCE, .whom = 0});
+        add(&plan, (Step){.kind = COPY, .way = PAST, .dst = tensor, .src = slot, .nbytes = nbytes});
+    }
+    seal(self, &plan);
+    for (int turn = 0; turn < 300; turn++) {
+        memset(values, self->rank == 0 ? turn % 251 : 255, nbytes);
+        run_whole(self, &plan, tensors, 18);
+        EXPECT(self, values[0] == turn % 251 && values[nbytes - 1] == turn % 251);
+    }
+    plan_close(&plan);
+    free(values);
+}
+
+/* Refusals of `plan_check`. */
+static void
+refuse(Rank *self)
+{
+    size_t sizes[] = {64, 64};
+    Place input = {TENSOR, 0, 0}, output = {TENSOR, 1, 0}, foreign = {SLOT, (int)self->rank + 1, 0};
+    Step bad[] = {
+        {.kind = COPY, .dst = output, .src = input, .nbytes = 65},
+        {.kind = COPY, .dst = input, .src = output, .nbytes = 8},
+        {.kind = COPY, .dst = foreign, .src = input, .nbytes = 8},
+        {.kind = COPY, .dst = {TENSOR, 2, 0}, .src = input, .nbytes = 8},
+        {.kind = COPY, .dst = {TENSOR, 1, 60}, .src = input, .nbytes = 8},
+        {.kind = COPY, .dst = {SLOT, (int)self->rank, 0}, .src = input, .nbytes = 8}, /* nothing is claimed */
+        {.kind = FOLD, .number = 99, .dst = output, .srcs = &input, .count = 1, .nbytes = 8},
+        {.kind = FOLD, .dst = output, .nbytes = 8},
+        {.kind = CLAIM, .number = 3},
+        {.kind = LOOP, .number = 0},
+        {.kind = LOOP, .number = 2},
+        {.kind = END},
+    };
+    for (size_t each = 0; each < sizeof bad / sizeof bad[0]; each++) {
+        Plan plan;
+        int at;
+        plan_open(&plan, self->rank, 1, 1, sizes);
+        plan_add(&plan, &bad[each]);
+        EXPECT(self, plan_check(&plan, &at) != NULL);
+        plan_close(&plan);
+    }
+}
+
+static void *
+rank_main(void *argument)
+{
+    Rank *self = argument;
+    open_board(self);
+    refuse(self);
+    reduce_all(self, 1, 8);
+    reduce_all(self, 3, 40000);
+    broadcast_all(self, TINY, 1000);
+    broadcast_all(self, LONGER, 100000);
+    reduce_all(self, 1, 8); /* behind it nobody reads pieces any more */
+    return NULL;
+}
+
+static int
+test_ranks(long ranks)
+{
+    char *regions[MOST_RANKS];
+    int bells[MOST_RANKS][2], failures = 0;
+    pthread_t threads[MOST_RANKS];
+    Rank each[MOST_RANKS];
+    for (long rank = 0; rank < ranks; rank++) {
+        regions[rank] = aligned_alloc(4096, REGION_BYTES);
+        memset(regions[rank], 0, REGION_BYTES);
+        socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, bells[rank]);
+        each[rank] = (Rank){.rank = rank, .ranks = ranks, .regions = regions, .bells = bells};
+    }
+    for (long rank = 0; rank < ranks; rank++) {
+        pthread_create(&threads[rank], NULL, rank_main, &each[rank]);
+    }
+    for (long rank = 0; rank < ranks; rank++) {
+        pthread_join(threads[rank], NULL);
+        failures += each[rank].failures;
+    }
+    for (long rank = 0; rank < ranks; rank++) {
+        board_close(&each[rank].board);
+        close(bells[rank][0]);
+        close(bells[rank][1]);
+        free(regions[rank]);
+    }
+    return failures;
+}
+
+int
+main(void)
+{
+    int failures = 0;
+    for (long ranks = 1; ranks <= MOST_RANKS; ranks++) {
+        failures += test_ranks(ranks);
+    }
+    printf("core: %d failures\n", failures);
+    return failures != 0;
+}

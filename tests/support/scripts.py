@@ -1,0 +1,93 @@
+"""Scripts of the core on boards whose members are threads, and a host that notes the steps left to Python."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dist2.backends.socket.lowering import TENSOR, Place
+from dist2.backends.socket.transport.boards.board import Board
+from dist2.compiled.engine import NEXT, Plan, Script
+from dist2.operation.signature import Operation
+
+
+class NotingHost:
+    """What scripts call; notes it.
+
+    Attributes:
+        done: Each step that was left to it: its number and its payload.
+        failures: The first fence and the error of each failed call.
+        answers: How scripts go on after the next steps; empty: `NEXT`.
+        act: Called with the script and the number of such a step.
+        wait: Called where a member is late.
+
+    Args:
+        board: The board.
+        one_process: All memory is mapped.
+    """
+
+    def __init__(self, board: Board, one_process: bool = True) -> None:
+        self.board = board
+        self.done: list[tuple[int, Any]] = []
+        self.failures: list[tuple[int, BaseException]] = []
+        self.answers: list[int] = []
+        self.extra: list[int] = []
+        self.act: Callable[[Any, int], object] | None = None
+        self.wait: Callable[[Operation], None] = board.wait
+        self.log_call = board.log_call
+        self._one_process = one_process
+
+    def prepare(self, operation: Operation, script: Any) -> None:
+        self.board.meet(operation)
+        self.board.arrivals.one_process = self._one_process
+
+    def do(self, operation: Operation, script: Any, at: int, payload: Any) -> int:
+        self.done.append((at, payload))
+        if self.act is not None:
+            self.act(script, at)
+        return self.answers.pop(0) if self.answers else NEXT
+
+    def do_extra(self, operation: Operation, turns: int) -> None:
+        self.extra.append(turns)
+
+    def fail(self, first: int, error: BaseException) -> None:
+        self.failures.append((first, error))
+
+
+def tensor(index: int, at: int = 0) -> Place:
+    """Return a place in a tensor of a call."""
+    return Place(TENSOR, index, at)
+
+
+def plan_for(rank: int, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Any:
+    """Return an empty plan for calls with tensors like these."""
+    return Plan(rank, [each.nbytes for each in inputs], [each.nbytes for each in outputs])
+
+
+def script_on(board: Board, plan: Any, other: Any = None) -> tuple[Any, NotingHost]:
+    """Return a script of a plan, which is sealed, and its host."""
+    host = NotingHost(board)
+    return Script(board.arrivals, plan.seal(), host, other), host
+
+
+_Move = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_long
+)
+
+
+class Mover:
+    """Notes what it was to move, and leaves the messages with an odd number to Python."""
+
+    def __init__(self) -> None:
+        self.moved: list[tuple[int | None, int, int]] = []
+        self._function = _Move(self._move)
+        self._record = (ctypes.c_void_p * 1)(ctypes.cast(self._function, ctypes.c_void_p))
+        self.outside = ctypes.addressof(self._record)
+
+    def _move(self, itself: int, memory: int | None, source: int | None, nbytes: int, number: int) -> int:
+        assert itself == self.outside and source is None
+        self.moved.append((memory, nbytes, number))
+        return number % 2
