@@ -51,6 +51,8 @@ class OpKind(enum.Enum):
 class ReduceKind(enum.Enum):
     """How contributions combine."""
 
+    __hash__ = object.__hash__  # as of `OpKind`
+
     SUM = "sum"
     AVG = "avg"
     PRODUCT = "product"

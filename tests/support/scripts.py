@@ -59,7 +59,7 @@ class NotingHost:
 
 def tensor(index: int, at: int = 0) -> Place:
     """Return a place in a tensor of a call."""
-    return Place(TENSOR, index, at)
+    return (TENSOR, index, at)
 
 
 def plan_for(rank: int, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Any:

@@ -77,7 +77,7 @@ class Borrowed:
         again.
         """
         there, to = self.address + start, into.address
-        places = into.any_call, AnyPlace(MAPPED, self.number, start)
+        places = into.any_call, (MAPPED, self.number, start)
         if not self.pid:
             copy = copying(lambda operation: copy_bytes(to, there, nbytes), *places, nbytes)
             return [copy, self._lent()]

@@ -23,7 +23,6 @@ from dist2.backends.socket.host import Script
 from dist2.backends.socket.journey import Bind, Itinerary, Journey, Local
 from dist2.backends.socket.layout import addresses
 from dist2.backends.socket.lowering import TENSOR
-from dist2.backends.socket.lowering import Place as AnyPlace
 from dist2.backends.socket.memory import copy_bytes, tensor_at
 from dist2.backends.socket.overlap import (
     Action,
@@ -310,7 +309,7 @@ class Binder:
         return [copying(copy, dst.any_call, src.any_call, nbytes)]
 
     def _at(self, place: Place) -> borrowed_memory.Place:
-        any_call = AnyPlace(TENSOR, place.memory, place.start)
+        any_call = (TENSOR, place.memory, place.start)
         return borrowed_memory.Place(self._own[place.memory] + place.start, any_call)
 
     def _reach(self, work: Reach) -> list[Bound]:

@@ -14,7 +14,7 @@ import attrs
 from dist2.backends.socket.borrowing import Borrowing
 from dist2.backends.socket.bound_steps import Bound, Tensors, moving
 from dist2.backends.socket.host import Script
-from dist2.backends.socket.lowering import TENSOR, Place
+from dist2.backends.socket.lowering import TENSOR
 from dist2.backends.socket.overlap import Action, Combine, Message, Messages, Move
 from dist2.backends.socket.passing import Passing
 from dist2.backends.socket.transport.boards.recall import Recall
@@ -203,7 +203,7 @@ class Itinerary:
         rail, header = self._rails.rail(message.peer), self._rails.header(self._lots[message.number])
         place = message.place
         mover = (self._movers.send if sends else self._movers.receive)(rail, header)
-        there = Place(TENSOR, place.memory, place.start)
+        there = (TENSOR, place.memory, place.start)
         return moving(action, mover, there, place.nbytes, message.number, sends)
 
     def _see_off(self, peer: int, last: int) -> None:
@@ -219,4 +219,4 @@ class Itinerary:
 
         self._stop(wait)
         mover = self._movers.sent(self._rails.rail(peer))
-        self._bound.append(moving(wait, mover, Place(TENSOR, 0, 0), 0, last, True))
+        self._bound.append(moving(wait, mover, (TENSOR, 0, 0), 0, last, True))

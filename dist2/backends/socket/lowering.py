@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import attrs
 import torch
@@ -41,12 +40,8 @@ Counts = tuple[tuple[int, ...], tuple[int, ...]]
 """Elements of each input and output part in a block."""
 
 
-class Place(NamedTuple):
-    """Where a step reads or writes: a base, which one of it, and an offset in bytes."""
-
-    base: int
-    which: int
-    at: int
+Place = tuple[int, int, int]
+"""Where a step reads or writes: a base, which one of it, and an offset in bytes."""
 
 
 @attrs.frozen
@@ -214,7 +209,7 @@ class _Lowering:
                 if stretches and isinstance(behind, Fence) and self._only_own(step):
                     own = stretches.pop()
                 for dst, src, nbytes in stretches:
-                    self.plan.copy(dst, src, nbytes, FILL if dst.base == SLOT else self._out)
+                    self.plan.copy(dst, src, nbytes, FILL if dst[0] == SLOT else self._out)
             elif isinstance(step, Fold):
                 self._add_fold(step)
             else:
@@ -222,7 +217,7 @@ class _Lowering:
 
     def _only_own(self, step: Copy) -> bool:
         """Whether a copy is of memory that other ranks never access: it may be made while they come."""
-        lends_output = bool(self.exposed) and self.exposed[0].which >= self._firsts[Buffer.OUTPUT]
+        lends_output = bool(self.exposed) and self.exposed[0][1] >= self._firsts[Buffer.OUTPUT]
         return step.is_own and not lends_output
 
     def _fence(self, step: Fence, own: tuple[Place, Place, int] | None, noted: int | None) -> None:
@@ -263,14 +258,14 @@ class _Lowering:
         """Return the place of an element of a span."""
         at = span.start + start
         if span.buffer is Buffer.SLOT:
-            return Place(SLOT, span.owner, at * self._itemsize)
+            return (SLOT, span.owner, at * self._itemsize)
         if span.buffer is Buffer.LENT:
-            return Place(MAPPED, self.wanted.index((span.owner, span.part)), at * self._itemsize)
+            return (MAPPED, self.wanted.index((span.owner, span.part)), at * self._itemsize)
         before = 0
         for part, count in enumerate(self._counts[span.buffer is Buffer.OUTPUT]):
             if at < before + count:
-                place = self._part(span.buffer, part)
-                return place._replace(at=place.at + self._shift + (at - before) * self._itemsize)
+                _, which, start = self._part(span.buffer, part)
+                return (TENSOR, which, start + self._shift + (at - before) * self._itemsize)
             before += count
         raise IndexError(f"{span} lies outside of the parts {self._counts}")
 
@@ -278,8 +273,8 @@ class _Lowering:
         """Return where a part begins."""
         parts: Parts = self._parts[buffer]
         if parts.single:
-            return Place(TENSOR, self._firsts[buffer], sum(parts.numels[:part]) * self._itemsize)
-        return Place(TENSOR, self._firsts[buffer] + part, 0)
+            return (TENSOR, self._firsts[buffer], sum(parts.numels[:part]) * self._itemsize)
+        return (TENSOR, self._firsts[buffer] + part, 0)
 
     def _add_fold(self, step: Fold) -> None:
         assert self._fold is not None  # only reductions have folds, and theirs is given

@@ -16,7 +16,7 @@ from support.scripts import Mover, NotingHost, plan_for, script_on, tensor
 from support.threads import ends_of
 
 import dist2
-from dist2.backends.socket.lowering import FILL, MAPPED, PAST, SLOT, THROUGH, Place
+from dist2.backends.socket.lowering import FILL, MAPPED, PAST, SLOT, THROUGH
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.control_words import (
     ALL,
@@ -130,8 +130,8 @@ def test_places_in_tensors_move_on_in_a_loop_and_those_in_slots_stay(board: Boar
     plan.copy(tensor(1), tensor(0), head)
     plan.loop(turns, block)
     plan.claim(HALVES)
-    plan.copy(Place(SLOT, 0, 16), tensor(0, head), block, FILL)
-    plan.copy(tensor(1, head), Place(SLOT, 0, 16), block)
+    plan.copy((SLOT, 0, 16), tensor(0, head), block, FILL)
+    plan.copy(tensor(1, head), (SLOT, 0, 16), block)
     plan.end()
     plan.copy(tensor(1, head + block * turns), tensor(0, head + block * turns), head)
     script, _ = script_on(board, plan)
@@ -357,7 +357,7 @@ def exposing(rank: int, source: torch.Tensor, result: torch.Tensor) -> Any:
     plan.offer([tensor(0)])
     plan.fence()
     plan.take([(1 - rank, 0)], "find")
-    plan.copy(tensor(1), Place(MAPPED, 0, 4), source.nbytes - 4)
+    plan.copy(tensor(1), (MAPPED, 0, 4), source.nbytes - 4)
     plan.lives(1 - rank, "it gave up")
     plan.fence(checked="one gave up")
     return plan
@@ -404,7 +404,7 @@ def test_exposed_memory_is_found_behind_later_fences_by_the_parity_of_its_own(
         for _ in range(fences):
             plan.fence()
         plan.take([(1 - rank, 0)], "find", parity)
-        plan.copy(tensor(1), Place(MAPPED, 0, 0), source.nbytes)
+        plan.copy(tensor(1), (MAPPED, 0, 0), source.nbytes)
         plan.fence()
         script, host = script_on(board, plan)
         board.arrivals.know(1 - rank, HERE, 0)
@@ -556,9 +556,9 @@ def test_slots_carry_data_from_member_to_member(members: Members, kind: int) -> 
         plan = plan_for(rank, [source], [result])
         plan.claim(kind)
         if rank == 0:
-            plan.copy(Place(SLOT, 0, 0), tensor(0), source.nbytes, FILL)
+            plan.copy((SLOT, 0, 0), tensor(0), source.nbytes, FILL)
         plan.fence(ALL if kind == HALVES else NOBODY if rank == 0 else 0)
-        plan.copy(tensor(1), Place(SLOT, 0, 0), source.nbytes)
+        plan.copy(tensor(1), (SLOT, 0, 0), source.nbytes)
         script, _ = script_on(members.boards[rank], plan)
         for turn in range(rounds):
             script.run(operation(rank), [source.fill_(turn)], [result])

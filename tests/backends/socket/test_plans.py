@@ -9,7 +9,7 @@ import pytest
 from support.boards import Members
 from support.scripts import Mover, NotingHost, tensor
 
-from dist2.backends.socket.lowering import FILL, MAPPED, SLOT, Place
+from dist2.backends.socket.lowering import FILL, MAPPED, SLOT
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.control_words import ALL, HEADER_WORDS, TABLE_BYTES
 from dist2.backends.socket.transport.boards.pieces import HALVES, LONGER, PIECE_BYTES, TINY, TINY_BYTES
@@ -64,10 +64,10 @@ OWN = "writes outside of the rank's own memory"
         (lambda plan: plan.outside(Mover(), tensor(2), 4, 0, True), "moves memory"),
         (lambda plan: plan.claim(HALVES + 1), "claims pieces of no kind"),
         (lambda plan: plan.expect_shared([tensor(2)]), "exposes what is in no tensor"),
-        (lambda plan: plan.expect_shared([Place(SLOT, RANK, 0)]), "exposes what is in no tensor"),
+        (lambda plan: plan.expect_shared([(SLOT, RANK, 0)]), "exposes what is in no tensor"),
         (lambda plan: plan.offer([tensor(INPUT), tensor(OUTPUT, 101)]), "exposes what is in no tensor"),
         (lambda plan: plan.offer([tensor(INPUT)] * (TABLE_BYTES // 8 - HEADER_WORDS + 1)), "too many parts"),
-        (lambda plan: plan.copy(tensor(OUTPUT), Place(MAPPED, 0, 0), 4), INSIDE),  # nothing was taken
+        (lambda plan: plan.copy(tensor(OUTPUT), (MAPPED, 0, 0), 4), INSIDE),  # nothing was taken
     ],
 )
 def test_steps_outside_of_the_memory_that_they_were_given_are_refused(add: Adding, complaint: str) -> None:
@@ -87,20 +87,20 @@ def test_steps_stay_inside_the_part_of_a_slot_that_was_claimed(kind: int, nbytes
         plan.claim(kind)
         return plan
 
-    own, theirs = Place(SLOT, RANK, 0), Place(SLOT, OTHER, 0)
+    own, theirs = (SLOT, RANK, 0), (SLOT, OTHER, 0)
     plan = claimed()
     plan.copy(own, tensor(INPUT), nbytes, FILL)
     plan.copy(tensor(OUTPUT), theirs, nbytes)
-    plan.copy(own._replace(at=nbytes - 1), tensor(INPUT), 1)
+    plan.copy((SLOT, RANK, nbytes - 1), tensor(INPUT), 1)
     plan.seal()
     for dst, src, length in (
         (own, tensor(INPUT), nbytes + 1),
-        (own._replace(at=nbytes), tensor(INPUT), 1),
-        (own._replace(at=(1 << 64) - 1), tensor(INPUT), 2),
+        ((SLOT, RANK, nbytes), tensor(INPUT), 1),
+        ((SLOT, RANK, (1 << 64) - 1), tensor(INPUT), 2),
         (theirs, tensor(INPUT), 1),
         (tensor(OUTPUT), theirs, nbytes + 1),
-        (tensor(OUTPUT), theirs._replace(at=nbytes), 1),
-        (tensor(OUTPUT), theirs._replace(at=(1 << 64) - 1), 2),
+        (tensor(OUTPUT), (SLOT, OTHER, nbytes), 1),
+        (tensor(OUTPUT), (SLOT, OTHER, (1 << 64) - 1), 2),
     ):
         plan = claimed()
         plan.copy(dst, src, length)
@@ -110,7 +110,7 @@ def test_steps_stay_inside_the_part_of_a_slot_that_was_claimed(kind: int, nbytes
 
 def test_no_step_uses_a_slot_of_which_nothing_was_claimed() -> None:
     plan = small_plan()
-    plan.copy(Place(SLOT, RANK, 0), tensor(INPUT), 1)
+    plan.copy((SLOT, RANK, 0), tensor(INPUT), 1)
     with pytest.raises(ValueError, match="step 0 of the plan writes outside"):
         plan.seal()
 

@@ -27,6 +27,8 @@ import attrs
 class Buffer(enum.Enum):
     """The memory that holds a span."""
 
+    __hash__ = object.__hash__  # a member is one object; that of `Enum` is a call in Python
+
     INPUT = "input"
     OUTPUT = "output"
     SCRATCH = "scratch"
