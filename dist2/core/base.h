@@ -1,9 +1,9 @@
 /* What every file of the core needs: words of shared memory, the clock, outcomes.
 
-   Memory order. A word of shared memory has one writer, so there is no atomic read-modify-write. Two rules:
-   `publish` is a store-release: whoever observes the new value finds everything that was written before.
-   `observe` is a load-acquire: nothing behind it starts earlier. `read_word` and `write_word` are relaxed: for words whose value
-   is all that matters. A decision that depends on the order of two words, such as "I have arrived" and "is it
+   Memory order. A word of shared memory has one writer, so there is no atomic read-modify-write. `publish` is a
+   store-release: a reader that observes the new value finds everything that was written before. `observe` is a
+   load-acquire: nothing after it starts earlier. `read_word` and `write_word` are relaxed: for words whose value is
+   all that matters. A decision that depends on the order of two words, such as "I have arrived" and "is it
    asleep?", has a full fence between them, and says so. */
 
 #ifndef DIST2_CORE_BASE_H
@@ -23,7 +23,7 @@ typedef enum {
     AGAIN, /* it waited for a moment only, as told: continue, without the interpreter lock if there is one */
     SLOW,  /* nothing came for long: the caller sleeps until the members that `Board.whom` names have come */
     CALL,  /* the step that `Run.at` names is the caller's */
-    OTHER, /* not all members expose mapped memory: all of them run their other plan */
+    OTHER, /* some memory is not mapped: this member runs its other plan */
 } Status;
 
 static inline void

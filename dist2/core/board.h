@@ -36,10 +36,12 @@ typedef struct {
     int turns;      /* and how often it asks */
 } Wait;
 
+enum { SHORT_NAP = 8 }; /* fences at which a member sleeps at once after a slow yield, at first */
+
 typedef struct {
     Word *own;
     long rank;
-    int bell; /* of this process */
+    int bell; /* of this process, for all its boards; not blocking */
     Peer *peers;
     int count;
     char **regions; /* by rank: where a member's region begins; NULL: not known */
@@ -55,9 +57,12 @@ typedef struct {
     uint64_t *claimed;  /* `last` of the piece that was claimed last */
     uint64_t naps;      /* how often this member has gone to sleep, */
     uint64_t waited_ns; /* and for how long it has waited for others */
-    /* waiter.c */
-    long spins, yields, sleepy, nap;
-    int64_t slow_ns, looked_ns, wanted_ns;
+    int64_t looked_ns;  /* when it looked after the health of the others last */
+    /* Of the policy of waiting: waiter.c. */
+    long spins, yields; /* polls before the first yield, and yields before it asks whether to sleep */
+    long sleepy, nap;   /* fences at which it sleeps at once, and at how many it does after the next slow yield */
+    int64_t slow_ns;    /* the longest normal yield */
+    int64_t wanted_ns;  /* time of the last slow yield */
     int slow_wakes;
     int64_t awake_ns, awake_until_ns;
     int core;
@@ -98,16 +103,16 @@ Status claim(Board *board, Wait *wait, int kind);
 /* Whether the members, from an index up to one before another, have come to a fence: `absent` is lowered. */
 int have_come(Board *board, int first, int *absent, uint64_t phase);
 
+/* Return the value of SLEEPING for a nap that begins. */
+uint64_t sleeping_word(Board *board, uint64_t phase);
+
 /* ---- waiter.c ---- */
 
-/* Spin, yield and doze until awaited members have come: see the file. `whom` names them: ALL or a rank. */
+/* Spin, yield and doze until the members of the indices from `first` to before `absent` have come to a fence. */
 Status wait_longer(Board *board, Wait *wait, int first, int absent, uint64_t phase);
 
 /* Publish that this member runs. */
 void tell_running(Board *board, int64_t now_ns);
-
-/* Return the value of SLEEPING for a nap that begins. */
-uint64_t sleeping_word(Board *board, uint64_t phase);
 
 /* ---- far.c ---- */
 

@@ -108,8 +108,8 @@ run_fence(Run *run, const Step *step)
     return step->checked && has_any_given_up(board) ? CALL : DONE;
 }
 
-/* Wait until memory that others read behind the next fence may be overwritten: there is one for every other fence, and
-   all members that have come to the last fence have read it. */
+/* Wait until a note or table may be overwritten that others read after the next fence: each exists twice, for fences
+   of either parity, and all members that have come to the last fence have read the other one. */
 static Status
 prepare(Run *run)
 {
@@ -284,6 +284,7 @@ run_step(Run *run, const Step *step)
     case TAKE:
         return run_take(run, step);
     case LIVES:
+        atomic_thread_fence(memory_order_acquire); /* what was read of the member's memory was read before its word */
         return read_word((Word *)run->board->regions[step->whom] + GAVE_UP) ? CALL : DONE;
     case OUTSIDE:
         return run_outside(run, step);

@@ -16,8 +16,7 @@
 
 #define LOOK_NS INT64_C(5000000) /* how often a member that waits for fewer than all looks after the others' health */
 #define FOR_ALL 1                /* in SLEEPING: the awaited members, */
-#define FOR_ONE 2                /* or the rank of one and 2 */
-#define SHORT_NAP 8              /* fences at which a member sleeps at once after a slow yield */
+#define FOR_ONE 2                /* or one: this plus its rank */
 
 int
 board_open(Board *board, Word *own, long rank, int bell)

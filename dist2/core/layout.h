@@ -12,8 +12,8 @@
 #define WHOM_BITS 16 /* of SLEEPING: see `sleeping_word` in fences.c */
 
 #define CONTROL_WORDS(_)                                                                                      \
-    _(RING, 32)     /* the first words: arrivals at the last fences, by number of the fence */                \
-    _(WINDOW, 16)   /* a member is fewer fences ahead of any other: words that are not compared yet stand */  \
+    _(RING, 32)     /* words from 0 on: arrivals at the last fences, by number of the fence */                \
+    _(WINDOW, 16)   /* fences by which a member may be ahead of another: it overwrites no word before that */ \
     _(SLEEPING, 32) /* the fence that a sleeping member awaits; 0: it is awake */                             \
     _(STATE, 40)    /* not 0: it has closed, aborted or revoked the group */                                  \
     _(DESCRIBED, 41) /* the fence at which it found a mismatch, and the length of its call's description */   \

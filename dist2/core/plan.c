@@ -1,4 +1,5 @@
-/* Plans are made once and run often, so everything that can be checked is checked here, and nothing when they run. */
+/* Plans are made once and run often, so they are checked here: `plan_check` as far as no board is known, `plan_fits` for
+   a board. The executor checks only the alignment of vectors. */
 
 #include "plan.h"
 
@@ -60,12 +61,11 @@ typedef struct {
     Plan *plan;
     int claimed;       /* kind of the memory that was claimed last; -1: none */
     const Step *loop;  /* that the step is in */
-    size_t slot_bytes[PIECE_KINDS + 1];
 } Check;
 
 static const size_t SLOT_BYTES[] = {[TINY] = 1 << 10, [LONGER] = 128 << 10, [HALVES] = 1 << 20};
 
-/* Whether bytes of a place are inside the memory that it is in. */
+/* Whether bytes of a place are inside the memory that it is in; note that a tensor is used. */
 static int
 is_inside(const Check *check, const Place *place, size_t nbytes)
 {
@@ -102,12 +102,16 @@ check_move(const Check *check, const Step *step)
     if (!is_inside(check, &step->dst, step->nbytes) || !may_be_written(check, &step->dst)) {
         return "writes outside of the rank's own memory";
     }
+    int folds = step->kind == FOLD || step->kind == CALLER;
+    if (!folds && step->count) {
+        return "has more than one source";
+    }
     for (int each = 0; each < step->count; each++) {
         if (!is_inside(check, &step->srcs[each], step->nbytes)) {
             return "reads outside of the memory it was given";
         }
     }
-    return step->count || is_inside(check, &step->src, step->nbytes) ? NULL : "reads outside of the memory it was given";
+    return folds || is_inside(check, &step->src, step->nbytes) ? NULL : "reads outside of the memory it was given";
 }
 
 static const char *
@@ -125,6 +129,9 @@ check_step(Check *check, const Step *step)
         return step->nbytes ? check_move(check, step) : NULL;
     case FENCE:
         check->plan->fences++;
+        if (step->nbytes && (step->dst.base != TENSOR || step->src.base != TENSOR)) {
+            return "copies what others use while they come to a fence";
+        }
         return step->nbytes ? check_move(check, step) : NULL;
     case CLAIM:
         if (step->number > HALVES) {
@@ -141,6 +148,7 @@ check_step(Check *check, const Step *step)
             return "moves on further than any memory reaches";
         }
         check->loop = step;
+        check->claimed = -1; /* each turn claims anew */
         return NULL;
     case END:
         if (check->loop == NULL) {
@@ -163,6 +171,9 @@ check_step(Check *check, const Step *step)
         check->plan->mapped = step->count;
         return NULL;
     case OUTSIDE:
+        if (step->outside == NULL) {
+            return "has no function";
+        }
         if (step->reads) {
             return check_move(check, step);
         }
@@ -185,8 +196,10 @@ plan_check(Plan *plan, int *at)
             return complaint;
         }
         size_t turns = check.loop != NULL ? (size_t)check.loop->number : 1;
-        if (step->kind == COPY || step->kind == FOLD || step->kind == FENCE) {
-            plan->moved += turns * step->nbytes * (size_t)(step->kind == FOLD ? step->count : 1);
+        if (step->kind == COPY || step->kind == FENCE) {
+            plan->moved += turns * step->nbytes;
+        } else if (step->kind == FOLD || step->kind == CALLER) {
+            plan->moved += turns * step->nbytes * (size_t)step->count;
         }
     }
     return check.loop != NULL ? "leaves a loop open" : NULL;
@@ -208,6 +221,10 @@ place_fits(const Board *board, const Place *place)
 int
 plan_fits(const Plan *plan, const Board *board)
 {
+    if (board->pieces[TINY].stride < SLOT_BYTES[TINY] || board->pieces[LONGER].stride < SLOT_BYTES[LONGER] ||
+        board->halves[1] - board->halves[0] < SLOT_BYTES[HALVES]) {
+        return 0;
+    }
     for (const Step *step = plan->steps; step < plan->steps + plan->count; step++) {
         int fits = place_fits(board, &step->dst) && place_fits(board, &step->src);
         for (int each = 0; each < step->count; each++) {

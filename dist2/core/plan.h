@@ -9,14 +9,14 @@
 /* The memory of a place. */
 typedef enum {
     TENSOR, /* of the call: its inputs, then its outputs */
-    SLOT,   /* a member's half or piece, claimed last */
+    SLOT,   /* a member's half or piece, claimed last: the same place for all, as all claim in the same order */
     MAPPED, /* exposed by a member, as TAKE found it */
 } Base;
 
 typedef struct {
     Base base;
-    int index; /* of the tensor, or of the place in TAKE's list; for SLOT: the member's rank */
-    uint64_t at;
+    int index; /* of the tensor, or of the place in TAKE's list; for SLOT, and in that list, the member's rank */
+    uint64_t at; /* offset in bytes; in TAKE's list the number of the part */
 } Place;
 
 typedef enum {
@@ -69,7 +69,7 @@ typedef struct {
     char *used;          /* whether steps have places in a tensor */
     Step *steps;
     int count;
-    size_t moved; /* bytes, by all steps */
+    size_t moved; /* bytes, by copies and folds */
     int claims, fences;
 } Plan;
 
@@ -81,10 +81,10 @@ void plan_close(Plan *plan);
 int plan_add(Plan *plan, const Step *step);
 
 /* Check a complete plan: that every step stays inside the memory it was given, and writes only outputs and the rank's
-   own slot; that it can run. Return NULL, or a text about the step whose number is in `at`. */
+   own slot. Memory that other ranks expose has no known size: its owner runs the same plan. Return NULL, or a text about the step whose number is in `at`. */
 const char *plan_check(Plan *plan, int *at);
 
-/* Whether all members that a plan names are on a board. */
+/* Whether all members that a plan names are on a board, and its slots are as long as plans assume. */
 int plan_fits(const Plan *plan, const Board *board);
 
 /* ---- executor.c ---- */

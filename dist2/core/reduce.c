@@ -1,5 +1,6 @@
 /* Folds: from left to right, each element in a register or in a block that stays in the cache. The order is part of
-   the contract: all ranks get the same bits. To add a dtype or an operation: a DEFINE_FOLD, and a row in FOLDS. */
+   the contract: all ranks get the same bits. To add a dtype that is
+   summed in itself: a DEFINE_FOLD, and a row in FOLDS. */
 
 #include "reduce.h"
 

@@ -25,10 +25,9 @@
 
 #define FEW_LOOKS 8 /* of a brief wait: releasing the interpreter lock costs as much as they do */
 #define YIELD_BUDGET_NS INT64_C(2000000)
-#define DOZE_NS INT64_C(4000000) /* from the beginning of the wait; after that the caller sleeps */
+#define DOZE_NS INT64_C(4000000) /* after that the caller sleeps */
 #define SLOW_YIELD_NS INT64_C(200000)
-#define SHORT_NAP 8 /* for how many fences a member sleeps at once after a slow yield; up to */
-#define LONG_NAP 512
+#define LONG_NAP 512          /* the most fences at which a member sleeps at once; */
 #define LONG_NAP_IN_CROWDS 64 /* where more than CROWD share a core: a useless sleep delays all of them */
 #define CROWD 4
 #define LASTING_NS INT64_C(20000000) /* within which two yields have to be slow: one may be a thread of the system */

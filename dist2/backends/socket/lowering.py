@@ -1,12 +1,12 @@
 """From schedules to plans: steps that the core runs on the memory of any group of a likeness, on any tensors.
 
-    plan = slots_plan(rank, layout, fold, factory, block=..., ...)
-    plan = mapped_plan(rank, layout, fold, schedule, ...)
+    plan = slots_plan(rank, layout, fold, blocks)
+    plan = mapped_plan(rank, layout, fold, schedule)
 
 A *slots plan* moves data through the slots of shared memory. Operations larger than a slot go through it in
 blocks: every part of the inputs and outputs is cut into blocks of equal length, and blocks that are alike are
-one loop. A *mapped plan* reads the tensors of other ranks in place. It begins with a fence at which the ranks
-find out whether all tensors are mapped; if not, all of them run their slots plan.
+one loop. A *mapped plan* reads the tensors of other ranks in place. At its first fence the ranks find out
+whether all tensors are mapped; if not, all of them run their slots plan.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Blocks:
         factory: Returns this rank's schedule for a block whose parts have these counts.
         numel: Elements of a part in a block.
         streams: Not all ranks wait for all: blocks go through pieces of the slots, and not through halves.
-        sizes: Note of the sizes of an exchange (see `sizes`): other ranks may have others, and more blocks
+        sizes: Note of the sizes of an exchange (module `sizes`): other ranks may have others, and more blocks
             than this one, which is found out at the first one. None for other operations.
     """
 
@@ -74,6 +74,7 @@ def slots_plan(
         blocks: The schedules, block by block.
         in_place: The inputs are the outputs.
     """
+    assert not (blocks.streams and blocks.sizes is not None)  # notes are for fences of all
     count = max(1, -(-max((*layout.inputs.numels, *layout.outputs.numels), default=0) // blocks.numel))
     lowering = _Lowering(rank, layout, fold, in_place)
     plan, number = lowering.plan, None if blocks.sizes is None else count | blocks.sizes
@@ -114,7 +115,7 @@ def mapped_plan(
     plan, steps = lowering.plan, schedule.steps
     first = next(at for at, step in enumerate(steps) if isinstance(step, Fence))
     before, after = steps[:first], steps[first + 1 :]
-    if not any(isinstance(step, Fold) for step in after):  # it is in vain if the slots plan is run
+    if not any(isinstance(step, Fold) for step in after):  # copies are in vain if slots are used
         before, after = (), (*after[:-1], *before, after[-1])
     counts = layout.inputs.numels, layout.outputs.numels
     exposed = lowering.exposed
@@ -195,7 +196,7 @@ class _Lowering:
         Args:
             steps: The steps.
             counts: Elements of each input and output part in the block.
-            shift: Bytes from the begin of a part to the block.
+            shift: Bytes from the beginning of a part to the block.
             noted: Number that is published with the fence, and compared behind it.
         """
         self._counts, self._shift = counts, shift
@@ -221,6 +222,7 @@ class _Lowering:
         return step.is_own and not lends_output
 
     def _fence(self, step: Fence, own: tuple[Place, Place, int] | None, noted: int | None) -> None:
+        assert step.awaited is None or len(step.awaited) < 2
         whom = ALL if step.awaited is None else step.awaited[0] if step.awaited else NOBODY
         if noted is not None:
             self.plan.note(noted)
