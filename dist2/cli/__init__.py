@@ -16,12 +16,12 @@ _OF_BENCH = ("matplotlib", "numpy")
 
 _HELP = """Usage: dist2 COMMAND [ARGS]...
 
-  doctor           checks this machine and environment
+  doctor                       checks this machine and environment
 
 Not installed yet:
 
-  top, trace, why  ask the ranks of a job: pip install 'dist2[control-plane]'
-  bench            measures operations: pip install 'dist2[bench]'
+  ps, report, top, trace, why  ask the ranks of a job: pip install 'dist2[control-plane]'
+  bench                        measures operations: pip install 'dist2[bench]'
 
 dist2 COMMAND --help describes a command.
 """

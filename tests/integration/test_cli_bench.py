@@ -78,7 +78,7 @@ def test_a_missing_extra_is_told(tmp_path: Path) -> None:
     program = (
         f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import dist2.cli as c; c.main()"
     )
-    ended = run([sys.executable, "-c", program])
+    ended = run([sys.executable, "-c", program, "top"])
     assert ended.code == 1
     assert "pip install 'dist2[control-plane]'" in ended.errors
 

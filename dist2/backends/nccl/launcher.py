@@ -247,8 +247,7 @@ class Launcher:
         It watches before: the first calls of a communicator wait for other ranks, to connect to them.
         """
         for each in messages:
-            if each.ticket.operation.is_async or not self._device.blocks:
-                self._watchdog.watch(each.ticket)
+            self._watchdog.watch(each.ticket)
         if lane != "main":
             peers = {peer for each in messages if (peer := each.connects_to()) is not None}
             if peers and self._first[lane].take(peers, lambda: self._put_later(lane, communicator, messages)):

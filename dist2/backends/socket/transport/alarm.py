@@ -23,9 +23,10 @@ class Alarm:
 
     def ring(self) -> None:
         """Wake the thread that sleeps, or the next one that would. Safe in signal handlers."""
-        if self._fd >= 0:
+        fd = self._fd  # another thread may close it meanwhile
+        if fd >= 0:
             with suppress(OSError):
-                os.eventfd_write(self._fd, 1)
+                os.eventfd_write(fd, 1)
 
     def answers(self, fd: int) -> bool:
         """Whether a descriptor is this one's; it is silent then."""
