@@ -126,6 +126,7 @@ def serve(path: str) -> Callable[[], object]:
                     _, fds, _, _ = socket.recv_fds(connection, 1, 4)
                     pid = os.fork()
                     if pid == 0:
+                        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has the tests ignore it
                         break
                     for fd in fds:
                         os.close(fd)
