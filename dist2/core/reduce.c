@@ -8,7 +8,8 @@
 
 #include <string.h>
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__)
+/* The choice of a clone runs before the runtime of the thread sanitizer does. */
+#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && !defined(__SANITIZE_THREAD__)
 #define FOR_EACH_CPU __attribute__((target_clones("default", "avx2", "avx512f")))
 #else
 #define FOR_EACH_CPU
