@@ -11,7 +11,6 @@ two: it releases the interpreter lock for what takes long, sleeps in Python when
 from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.mem cimport PyMem_Free, PyMem_Malloc, PyMem_Realloc
 from cpython.object cimport PyObject
-from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
 
@@ -19,37 +18,21 @@ cdef extern from "stdatomic.h" nogil:
     void atomic_thread_fence(int)
     int memory_order_seq_cst
 
-cdef extern from *:
-    """
-    typedef struct {
-        unsigned int major, minor;
-        void *older, *allocate, *owned_of, *tensor_of;
-        int (*read)(void *tensor, void *into);
-        void *stream_of;
-    } Exchange;
-    typedef struct {
-        char *data;
-        int device_type, device_id, ndim;
-        unsigned char code, bits;
-        unsigned short lanes;
-        void *shape, *strides;
-        unsigned long long offset;
-    } TensorView;
-    typedef struct { uintptr_t start, end; } TensorSpan;
-    typedef struct { Py_ssize_t count; PyObject *const *tensors; const TensorSpan *spans; } ReadPlaces;
-    """
-    ctypedef struct Exchange:
-        unsigned int major
+cdef extern from "dlpack.h":
+    ctypedef struct ExchangeApi:
         int (*read)(void *, void *) noexcept
-    ctypedef struct TensorView:
-        char *data
+    ctypedef struct View:
+        void *data
         uint64_t offset
-    ctypedef struct TensorSpan:
+    ExchangeApi *exchange_api(object) except NULL
+
+cdef extern from "places.h":
+    ctypedef struct Span:
         uintptr_t start
-    ctypedef struct ReadPlaces:
+    ctypedef struct Places:
         Py_ssize_t count
         PyObject **tensors
-        TensorSpan *spans
+        const Span *spans
 
 
 def _layout():
@@ -67,7 +50,7 @@ cdef int MOST_PARTS = 512
 cdef uint64_t TEXTS = 128  # of calls that are kept: `call_log.py`
 
 cdef object plain_type = None
-cdef Exchange *exchange = NULL
+cdef ExchangeApi *exchange = NULL
 cdef uintptr_t shared_from = 0, shared_until = 0
 cdef uint64_t shared_header[7]
 cdef uint64_t here_header[7]
@@ -80,10 +63,8 @@ cdef tuple PART_NAMES = (None, "copy", "wait", "reduce", "send", "recv")
 def read_tensors(kind, capsule):
     """Have tensors of exactly one type be read by DLPack's exchange API, which that type publishes."""
     global plain_type, exchange
-    cdef Exchange *found = <Exchange *>PyCapsule_GetPointer(capsule, "dlpack_exchange_api")
-    if found.major != 1 or found.read == NULL:
-        raise ValueError(f"cannot read tensors by DLPack {found.major}")
-    exchange, plain_type = found, kind
+    exchange = exchange_api(capsule)
+    plain_type = kind
 
 
 def share(uintptr_t address, size_t nbytes, header):
@@ -185,35 +166,32 @@ cdef class Arrivals:
             whom: A rank, ALL or NOBODY.
             attend: Called between two yields.
         """
-        cdef Step step
-        cdef CPlan plan
-        cdef Run run
+        cdef Step step = step_of(FENCE)
         if peer_index(&self.board, whom) < NOBODY:
             raise ValueError(f"rank {whom} is no other member")
-        memset(&step, 0, sizeof(step))
-        memset(&plan, 0, sizeof(plan))
-        memset(&run, 0, sizeof(run))
-        step.kind, step.whom = FENCE, whom
-        plan.steps, plan.count = &step, 1
-        run.plan, run.board = &plan, &self.board
-        run.print, run.wait.attended = operation.signature.fingerprint & <uint64_t>-1, attend is not None
+        step.whom = whom
         self.begin(operation, operation.seq)
-        self.go_on(&run, attend is not None, operation, wait, attend)
+        self.run_one(&step, operation.signature.fingerprint & <uint64_t>-1, operation, wait, attend)
 
     def claim(self, operation, wait, int kind):
         """Claim the next piece of a kind."""
-        cdef Step step
-        cdef CPlan plan
-        cdef Run run
+        cdef Step step = step_of(CLAIM)
         if not 0 <= kind < PIECE_KINDS:
             raise ValueError(f"there are no pieces of kind {kind}")
-        memset(&step, 0, sizeof(step))
+        step.number = kind
+        self.run_one(&step, 0, operation, wait, None)
+
+    cdef int run_one(self, Step *step, uint64_t fingerprint, operation, wait, attend) except -1:
+        """Run a plan of one step."""
+        cdef CPlan plan
+        cdef Run run
         memset(&plan, 0, sizeof(plan))
         memset(&run, 0, sizeof(run))
-        step.kind, step.number = CLAIM, kind
-        plan.steps, plan.count = &step, 1
+        plan.steps, plan.count = step, 1
         run.plan, run.board, run.called = &plan, &self.board, self.board.called
-        self.go_on(&run, False, operation, wait, None)
+        run.print, run.wait.attended = fingerprint, attend is not None
+        self.go_on(&run, attend is not None, operation, wait, attend)
+        return 0
 
     def reach(self, operation, wait, uint64_t phase):
         """Wait until all members have come to an earlier fence."""
@@ -342,6 +320,14 @@ cdef class Arrivals:
         self.board.stopped = stopped
 
 
+cdef Step step_of(Kind kind) noexcept:
+    """Return a step of a kind, with nothing else set."""
+    cdef Step step
+    memset(&step, 0, sizeof(step))
+    step.kind = kind
+    return step
+
+
 cdef int as_place(CPlace *into, place) except -1:
     into.base, into.index, into.at = place
     return 0
@@ -404,18 +390,16 @@ cdef class Plan:
 
     def copy(self, dst, src, size_t nbytes, int way=THROUGH, payload=None):
         """Copy bytes: through the caches, past them, or into a slot."""
-        cdef Step step
-        memset(&step, 0, sizeof(step))
-        step.kind, step.nbytes, step.way = COPY, nbytes, <Way>way
+        cdef Step step = step_of(COPY)
+        step.nbytes, step.way = nbytes, <Way>way
         as_place(&step.dst, dst)
         as_place(&step.src, src)
         self.add(&step, payload, ())
 
     def fold(self, long number, double divisor, dst, srcs, size_t nbytes, payload=None):
         """Combine vectors by a fold of the core; ``payload`` where their elements are not aligned."""
-        cdef Step step
-        memset(&step, 0, sizeof(step))
-        step.kind, step.nbytes, step.number, step.divisor = FOLD, nbytes, number, divisor
+        cdef Step step = step_of(FOLD)
+        step.nbytes, step.number, step.divisor = nbytes, number, divisor
         as_place(&step.dst, dst)
         self.add(&step, payload, srcs)
 
@@ -427,9 +411,8 @@ cdef class Plan:
             own: Destination, source and bytes of a copy that is made while others come.
             checked: The payload if a member has given up an operation in which it exposed memory.
         """
-        cdef Step step
-        memset(&step, 0, sizeof(step))
-        step.kind, step.whom, step.checked = FENCE, whom, checked is not None
+        cdef Step step = step_of(FENCE)
+        step.whom, step.checked = whom, checked is not None
         if own is not None:
             as_place(&step.dst, own[0])
             as_place(&step.src, own[1])
@@ -438,51 +421,41 @@ cdef class Plan:
 
     def claim(self, uint64_t kind):
         """Claim the next half or piece of the slots."""
-        cdef Step step
-        memset(&step, 0, sizeof(step))
-        step.kind, step.number = CLAIM, kind
+        cdef Step step = step_of(CLAIM)
+        step.number = kind
         self.add(&step, None, ())
 
     def loop(self, uint64_t turns, size_t stride):
         """Run the steps up to `end` several times; places in tensors move on by ``stride`` bytes each time."""
-        cdef Step step
-        memset(&step, 0, sizeof(step))
-        step.kind, step.number, step.nbytes = LOOP, turns, stride
+        cdef Step step = step_of(LOOP)
+        step.number, step.nbytes = turns, stride
         self.add(&step, None, ())
 
     def end(self):
         """End a loop."""
-        cdef Step step
-        memset(&step, 0, sizeof(step))
-        step.kind = END
+        cdef Step step = step_of(END)
         self.add(&step, None, ())
 
     def note(self, uint64_t number):
         """Publish a number with the next fence."""
-        cdef Step step
-        memset(&step, 0, sizeof(step))
-        step.kind, step.number = NOTE, number
+        cdef Step step = step_of(NOTE)
+        step.number = number
         self.add(&step, None, ())
 
     def noted(self, uint64_t number, payload):
         """Go on if all others have published this number with the last fence."""
-        cdef Step step
-        memset(&step, 0, sizeof(step))
-        step.kind, step.number = NOTED, number
+        cdef Step step = step_of(NOTED)
+        step.number = number
         self.add(&step, payload, ())
 
     def expect_shared(self, places):
         """Run the other plan, unless places in tensors lie in shared memory of this process."""
-        cdef Step step
-        memset(&step, 0, sizeof(step))
-        step.kind = SHARED
+        cdef Step step = step_of(SHARED)
         self.add(&step, None, places)
 
     def offer(self, places):
         """Expose places in tensors from the next fence on."""
-        cdef Step step
-        memset(&step, 0, sizeof(step))
-        step.kind = OFFER
+        cdef Step step = step_of(OFFER)
         self.offers = True
         self.add(&step, None, places)
 
@@ -495,23 +468,20 @@ cdef class Plan:
             parity: Of the fence with which it was exposed, however it is accessed; None: the last fence, and
                 the other plan is run unless all of it is mapped.
         """
-        cdef Step step
-        memset(&step, 0, sizeof(step))
-        step.kind, step.strict, step.number = TAKE, parity is None, parity or 0
+        cdef Step step = step_of(TAKE)
+        step.strict, step.number = parity is None, parity or 0
         self.add(&step, payload, [(MAPPED, rank, part) for rank, part in wanted])
 
     def lives(self, long rank, payload):
         """Go on if a member has not given up an operation in which it exposed memory."""
-        cdef Step step
-        memset(&step, 0, sizeof(step))
-        step.kind, step.whom = LIVES, rank
+        cdef Step step = step_of(LIVES)
+        step.whom = rank
         self.add(&step, payload, ())
 
     def outside(self, mover, place, size_t nbytes, long number, bint sends):
         """Have bytes moved by ``mover``, whose attribute ``outside`` is the address of an `Outside`."""
-        cdef Step step
-        memset(&step, 0, sizeof(step))
-        step.kind, step.nbytes, step.number = OUTSIDE, nbytes, number
+        cdef Step step = step_of(OUTSIDE)
+        step.nbytes, step.number = nbytes, number
         step.way = FILL if sends else THROUGH
         step.outside = <const Outside *><uintptr_t>mover.outside
         if nbytes:
@@ -522,9 +492,8 @@ cdef class Plan:
 
     def read(self, reader, dst, src, size_t nbytes):
         """Have bytes that a member exposes read by ``reader``, whose attribute ``outside`` is as of `outside`."""
-        cdef Step step
-        memset(&step, 0, sizeof(step))
-        step.kind, step.nbytes, step.reads = OUTSIDE, nbytes, True
+        cdef Step step = step_of(OUTSIDE)
+        step.nbytes, step.reads = nbytes, True
         step.outside = <const Outside *><uintptr_t>reader.outside
         as_place(&step.dst, dst)
         as_place(&step.src, src)
@@ -534,16 +503,13 @@ cdef class Plan:
 
     def caller(self, payload):
         """Have Python do something."""
-        cdef Step step
-        memset(&step, 0, sizeof(step))
-        step.kind = CALLER
+        cdef Step step = step_of(CALLER)
         self.add(&step, payload, ())
 
     def fold_elsewhere(self, dst, srcs, size_t nbytes, payload):
         """Have Python combine vectors; see `Script.addresses`."""
-        cdef Step step
-        memset(&step, 0, sizeof(step))
-        step.kind, step.nbytes = CALLER, nbytes
+        cdef Step step = step_of(CALLER)
+        step.nbytes = nbytes
         as_place(&step.dst, dst)
         self.add(&step, payload, srcs)
 
@@ -603,7 +569,6 @@ cdef class Script:
     def __dealloc__(self):
         PyMem_Free(self.state.tensors)
         PyMem_Free(self.state.mapped)
-        PyMem_Free(self.state.parts)
 
     def __len__(self):
         return self.plan.plan.count
@@ -720,8 +685,8 @@ cdef class Script:
 
     cdef int _find(self, operation, tensors, int first, int stop) except -1:
         """Find the addresses of the inputs or of the outputs."""
-        cdef ReadPlaces *places = <ReadPlaces *><uintptr_t>operation.places
-        cdef TensorView view
+        cdef const Places *places = <const Places *><uintptr_t>operation.places
+        cdef View view
         cdef int at
         for at in range(first, stop):
             if not self.plan.plan.used[at]:
@@ -732,28 +697,25 @@ cdef class Script:
             elif places != NULL and places.count == 1 and places.tensors[0] == <PyObject *>tensor:
                 self.state.tensors[at] = <char *>places.spans[0].start
             elif type(tensor) is plain_type and exchange.read(<void *>tensor, &view) == 0:
-                self.state.tensors[at] = view.data + view.offset
+                self.state.tensors[at] = <char *>view.data + view.offset
             else:
                 self.state.tensors[at] = <char *><uintptr_t>tensor.data_ptr()
         return 0
 
     cdef Status _go_on(self, operation) except *:
-        if parts_taker is None:
+        taker = parts_taker  # another thread may stop recording meanwhile
+        if taker is None:
             return self.arrivals.go_on(&self.state, self.is_long, operation, self.host.wait, None)
-        return self._go_on_timed(operation)
+        return self._go_on_timed(operation, taker)
 
-    cdef Status _go_on_timed(self, operation) except *:
+    cdef Status _go_on_timed(self, operation, taker) except *:
         """Do as `_go_on`, and report what took how long."""
         cdef Run *run = &self.state
         cdef int64_t begun_ns = clock_ns()
         cdef Status status
-        taker = parts_taker  # another thread may stop recording meanwhile
-        if taker is None:
-            return self._go_on(operation)
+        run.parts = <Part *>PyMem_Malloc(MOST_PARTS * sizeof(Part))
         if run.parts == NULL:
-            run.parts = <Part *>PyMem_Malloc(MOST_PARTS * sizeof(Part))
-            if run.parts == NULL:
-                raise MemoryError
+            raise MemoryError
         run.part_count, run.part_room, run.part_ns = 0, MOST_PARTS, begun_ns
         try:
             status = self.arrivals.go_on(run, self.is_long, operation, self.host.wait, None)

@@ -28,6 +28,23 @@ typedef struct {
 
 static PyTypeObject MoverType, MoversType;
 
+/* The beginning of a Mover and of a Reader. */
+typedef struct {
+    PyObject_HEAD
+    Outside outside;
+} Moving;
+
+static PyObject *
+address_of_outside(Moving *self, void *Py_UNUSED(none))
+{
+    return PyLong_FromVoidPtr(&self->outside);
+}
+
+static PyGetSetDef getset[] = {
+    {"outside", (getter)address_of_outside, NULL, "The address of its `Outside`.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
 /* Runs without the interpreter lock. */
 static int
 move(const Outside *outside, void *memory, const void *Py_UNUSED(source), size_t nbytes, long number)
@@ -135,22 +152,11 @@ mover_dealloc(Mover *self)
     Py_TYPE(self)->tp_free(self);
 }
 
-static PyObject *
-mover_outside(Mover *self, void *Py_UNUSED(none))
-{
-    return PyLong_FromVoidPtr(&self->outside);
-}
-
 static PyMethodDef movers_methods[] = {
     {"send", (PyCFunction)movers_send, METH_VARARGS, "Return a mover that sends a message."},
     {"receive", (PyCFunction)movers_receive, METH_VARARGS, "Return a mover that receives a message."},
     {"sent", (PyCFunction)movers_sent, METH_VARARGS, "Return a mover that waits until messages are sent, up to one."},
     {NULL, NULL, 0, NULL},
-};
-
-static PyGetSetDef mover_getset[] = {
-    {"outside", (getter)mover_outside, NULL, "The address of its `Outside`.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyTypeObject MoversType = {
@@ -171,7 +177,7 @@ static PyTypeObject MoverType = {
     .tp_basicsize = sizeof(Mover),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_dealloc = (destructor)mover_dealloc,
-    .tp_getset = mover_getset,
+    .tp_getset = getset,
 };
 
 /* Reads the memory of a process. */
@@ -217,17 +223,6 @@ reader_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
     return (PyObject *)self;
 }
 
-static PyObject *
-reader_outside(Reader *self, void *Py_UNUSED(none))
-{
-    return PyLong_FromVoidPtr(&self->outside);
-}
-
-static PyGetSetDef reader_getset[] = {
-    {"outside", (getter)reader_outside, NULL, "The address of its `Outside`.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
-};
-
 static PyTypeObject ReaderType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "dist2.compiled._native.steps.Reader",
@@ -235,7 +230,7 @@ static PyTypeObject ReaderType = {
     .tp_basicsize = sizeof(Reader),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_new = reader_new,
-    .tp_getset = reader_getset,
+    .tp_getset = getset,
 };
 
 int
