@@ -1,8 +1,8 @@
-"""The hot path in C: one extension, built when dist2 is installed, with three parts.
+"""The hot path, built when dist2 is installed: `engine` binds dist2/core, `_native` has three parts.
 
-`records` makes, tells and counts the records of operations (see `dist2.operation.signature`), `steps` runs
-the steps of programs on shared memory (`dist2.backends.socket.flat`), `messages` carries messages inside a
-host (`dist2.backends.socket.transport.messages.express`). They need no torch to be built.
+`records` makes, tells and counts the records of operations (see `dist2.operation.signature`), `steps` moves
+payloads over sockets, also for plans, `messages` carries messages inside a host
+(`dist2.backends.socket.transport.messages.express`). They need no torch to be built.
 """
 
 try:

@@ -388,13 +388,13 @@ cdef class Plan:
         self.payloads.append(payload)
         return 0
 
-    def copy(self, dst, src, size_t nbytes, int way=THROUGH, payload=None):
+    def copy(self, dst, src, size_t nbytes, int way=THROUGH):
         """Copy bytes: through the caches, past them, or into a slot."""
         cdef Step step = step_of(COPY)
         step.nbytes, step.way = nbytes, <Way>way
         as_place(&step.dst, dst)
         as_place(&step.src, src)
-        self.add(&step, payload, ())
+        self.add(&step, None, ())
 
     def fold(self, long number, double divisor, dst, srcs, size_t nbytes, payload=None):
         """Combine vectors by a fold of the core; ``payload`` where their elements are not aligned."""

@@ -48,7 +48,8 @@ def select(request: Request, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Alg
 
 def _may_be_mapped(request: Request, limits: Thresholds) -> bool:
     """Return whether tensors are long enough to find out whether all of them are mapped."""
-    if not request.lends or not request.is_flat or (request.family, MAPPED) not in ALGORITHMS:
+    mapped = ALGORITHMS.get((request.family, MAPPED))
+    if mapped is None or not request.lends or not mapped.fits(request):
         return False
     row: Row = getattr(limits, f"{request.family.value}_mapped_bytes")
     return _nbytes(request) >= row[column(request.world_size)]

@@ -208,6 +208,12 @@ def test_each_operation_looks_for_mapped_tensors_from_its_own_size_on(family: Op
         assert "mapped" not in others
 
 
+def test_no_tensors_are_mapped_where_a_table_has_no_room_for_a_part_of_each_rank() -> None:
+    for ranks, found in ((256, "mapped"), (314, "flat")):
+        asked = request(OpKind.ALL_TO_ALL, ranks, 64 * MIB, slot_bytes=MIB)
+        assert select(asked).name == found
+
+
 def test_no_tensors_are_mapped_between_hosts_or_where_lending_is_off() -> None:
     limits = Thresholds().mapped_from(0)
     for family in FAMILIES:

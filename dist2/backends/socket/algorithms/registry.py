@@ -67,6 +67,8 @@ class Algorithm:
         if self.hierarchical:
             most = self.most_beside
             return request.is_hierarchical and (most is None or request.hosts.rails <= most)
+        if self.flat and self.lends and request.world_size > MOST_EXPOSED:
+            return False
         return not self.flat or request.is_flat
 
 
@@ -162,6 +164,8 @@ def _mapped(family: OpKind, build: _Build) -> Algorithm:
 
 
 MAPPED = "mapped"
+MOST_EXPOSED = 256
+"""Ranks up to which tensors are read in place: a rank exposes a part for each; a table has room for 313."""
 HOSTS_LENT = "hosts_lent"
 _REDUCE_SCATTER = OpKind.REDUCE_SCATTER
 _REGISTRY = (

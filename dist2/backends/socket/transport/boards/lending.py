@@ -63,10 +63,6 @@ class _Table:
 class Lending:
     """The lending of one board.
 
-    Attributes:
-        by_kernel: Whether the kernel moves memory between all members; None before anything was lent. All
-            members know it from the same operation on.
-
     Args:
         board: Where the members meet.
         cross_memory: Whether the kernel may be asked to move memory between processes.
@@ -76,7 +72,6 @@ class Lending:
         self._board = board
         self._regions = board.regions
         self._wanted = cross_memory
-        self.by_kernel: bool | None = None
         self._reaches_all: bool | None = None
         self._mapped: dict[tuple[int, int], Mapping] = {}
         self._described: dict[tuple[int, ...], bytes] = {}
@@ -159,10 +154,6 @@ class Lending:
         """Return the kinds of access to the memory of all members in `tables`, without addresses."""
         return tuple([table[:HEADER_BYTES] for table in self.tables(parity)])
 
-    def place(self, rank: int, parity: int) -> int:
-        """Return where in this process a member's table begins, for fences of a parity."""
-        return self._regions.page_address(rank) + _table_at(parity)
-
     def reached(self, tables: Tables) -> dict[int, Lent] | None:
         """Return the exposed memory of each other member; None unless all members can access all of it.
 
@@ -176,9 +167,9 @@ class Lending:
             rank: _read_table(table, self._pids[rank])
             for rank, table in zip(sorted(self._pids), tables, strict=True)
         }
-        self.by_kernel = all(table.flags & _REACHES_ALL for table in read.values())
+        by_kernel = all(table.flags & _REACHES_ALL for table in read.values())
         for table in read.values():
-            reachable = self.by_kernel or table.flags & _IS_MAPPED or not table.addresses
+            reachable = by_kernel or table.flags & _IS_MAPPED or not table.addresses
             if table.flags & _TOO_MANY or not reachable:
                 return None
         lent: dict[int, Lent] = {}
