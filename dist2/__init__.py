@@ -20,6 +20,7 @@ from dist2.c10d.spellings import INSTEAD
 from dist2.errors import (
     AuthenticationError,
     BackendUnavailableError,
+    CorruptionError,
     Dist2Error,
     GroupAbortedError,
     GroupRevokedError,
@@ -55,6 +56,7 @@ __all__ = [
     "Agreement",
     "AuthenticationError",
     "BackendUnavailableError",
+    "CorruptionError",
     "Dist2Error",
     "FileStore",
     "GroupAbortedError",

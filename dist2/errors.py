@@ -350,6 +350,46 @@ class NanError(Dist2Error, ArithmeticError):
         self.index = index
 
 
+class CorruptionError(Dist2Error):
+    """The results of an operation of a group with ``verify=`` differ between ranks, and must not.
+
+    Attributes:
+        ranks: Group ranks whose result differs from that of most ranks; empty where there is no majority, as
+            with two ranks.
+        global_ranks: The same as ranks of the job.
+        tensor: The result: ``"the output"``, or ``"outputs[2]"`` of a list.
+        offset_bytes: Where the first block that differs begins in it.
+        nbytes: Length of that block.
+
+    Examples:
+        >>> try:
+        ...     pg.all_reduce(torch.ones(2))
+        ... except dist2.CorruptionError as error:
+        ...     print("bad memory on", error.global_ranks, "at", error.offset_bytes)
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        ranks: Sequence[int] = (),
+        tensor: str = "",
+        offset_bytes: int = 0,
+        nbytes: int = 0,
+        **where: Unpack[Where],
+    ) -> None:
+        super().__init__(message, **where)
+        self.ranks = tuple(ranks)
+        self.tensor = tensor
+        self.offset_bytes = offset_bytes
+        self.nbytes = nbytes
+
+    @property
+    def global_ranks(self) -> tuple[int, ...]:
+        """The ranks of the job whose result differs."""
+        return self._of_job(self.ranks)
+
+
 class RanksFailedError(Dist2Error):
     """Ranks that `dist2.launch.local` started raised or died; the message has the traceback of each.
 

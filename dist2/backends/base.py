@@ -65,6 +65,7 @@ class GroupSpec:
         device: Where the group's tensors live by default.
         options: The keyword arguments of `new_group`, unchecked.
         check_nan: Whether operations refuse inputs with NaN.
+        verify: Every n-th operation with equal results on all ranks is verified; 0 for none.
 
     Args:
         store: Shared by its members.
@@ -78,6 +79,7 @@ class GroupSpec:
     options: Mapping[str, object] = attrs.field(factory=dict)
     _prefix: str = ""
     check_nan: bool = False
+    verify: int = 0
 
     @cached_property
     def store(self) -> Store:
@@ -87,7 +89,7 @@ class GroupSpec:
     def within(self, prefix: str, info: GroupInfo, timeout_s: float) -> GroupSpec:
         """Return the spec of a group whose members meet under a prefix of this one's store."""
         below = f"{self._prefix}/{prefix}" if self._prefix else prefix
-        return GroupSpec(info, self._root, timeout_s, self.device, self.options, below, self.check_nan)
+        return attrs.evolve(self, info=info, timeout_s=timeout_s, prefix=below)
 
     @contextmanager
     def building(self) -> Iterator[GroupSpec]:
@@ -99,7 +101,7 @@ class GroupSpec:
 
     def at(self, store: Store, info: GroupInfo, timeout_s: float) -> GroupSpec:
         """Return the spec of a group whose members meet in another store."""
-        return GroupSpec(info, store, timeout_s, self.device, self.options, check_nan=self.check_nan)
+        return attrs.evolve(self, info=info, store=store, timeout_s=timeout_s, prefix="")
 
 
 def ignore_revocation(error: GroupRevokedError) -> None:

@@ -17,6 +17,7 @@ from dist2.backends.registry import build, builtin_factory, registered_factory, 
 from dist2.errors import InvalidUsageError, RendezvousError
 from dist2.group.options import AnyOptions, FakeOptions, GlooOptions, NcclOptions, SocketOptions
 from dist2.group.process_group import ProcessGroup
+from dist2.group.verification import check_verify
 from dist2.operation.instruments import dispatch
 from dist2.operation.signature import GroupInfo
 from dist2.rendezvous import Meeting, rendezvous
@@ -68,6 +69,7 @@ def new_group(
     name: str | None = None,
     desc: str = "",
     check_nan: bool | None = None,
+    verify: bool | int = False,
     **options: object,
 ) -> ProcessGroup:
     """Return a new process group; all its ranks call this, and each gets its own object.
@@ -94,6 +96,8 @@ def new_group(
         desc: Free text, shown by the control plane.
         check_nan: Whether operations refuse tensors with NaN, before anything is sent (`NanError`); also of
             groups derived from this one. Default: ``TORCH_DIST_NAN_CHECK``, or False.
+        verify: Whether results that must be equal on all ranks are hashed and compared (`CorruptionError`);
+            an int n verifies every n-th one. Equal on all ranks; also of groups derived from this one.
         **options: For the backend; see its documentation. Type checkers know those of dist2's backends; pass
             others as ``**mapping``.
 
@@ -122,6 +126,7 @@ def new_group(
     backend = single_name(backend)
     checked_device = _device(device)
     check_names(name, desc)
+    verified = check_verify(verify)
     checks_nan = environment_flag(_NAN_CHECK, False) if check_nan is None else check_nan
     factory = None if registered_factory(backend) is not None else builtin_factory(backend)
     if config.instruments:
@@ -141,7 +146,7 @@ def new_group(
     with ExitStack() as building:
         scoped, uid = met.store, secrets.token_hex(6)
         if not alone:
-            asked = {"backend": repr(backend)}
+            asked = {"backend": repr(backend), "verify": repr(verified)}
             watch = join_group(met.store, rank, world_size, timeout_s, asked, name, met.roll)
             scoped = building.enter_context(watch)
             _check_backend(factory, checked_device, options)  # the block notifies waiting ranks
@@ -154,7 +159,7 @@ def new_group(
             rank=rank,
             global_ranks=tuple(range(world_size)),
         )
-        spec = GroupSpec(info, scoped, timeout_s, checked_device, options, check_nan=checks_nan)
+        spec = GroupSpec(info, scoped, timeout_s, checked_device, options, "", checks_nan, verified)
         return _group(spec, _built(spec))
 
 

@@ -31,6 +31,8 @@ class PreHooks(GroupParts):
 
     backend: Backend
     _pre_hooks: tuple[PreHook, ...] = ()
+    _unhooked_run: Run
+    """`OperationRunner.run`, or that of the group's `Verifier`."""
 
     def register_pre_hook(self, hook: PreHook) -> Callable[[], None]:
         """Call ``hook(operation, inputs, outputs)`` before each operation; return a callable that removes it.
@@ -66,7 +68,7 @@ class PreHooks(GroupParts):
 
     def _set_pre_hooks(self, hooks: tuple[PreHook, ...]) -> None:
         self._pre_hooks = hooks
-        run, run_p2p = self._runner.run, self._runner.run_p2p
+        run, run_p2p = self._unhooked_run, self._runner.run_p2p
         self._run = self._asking(run) if hooks else run
         self._run_p2p = self._asking(run_p2p) if hooks else run_p2p
 
@@ -88,7 +90,7 @@ class PreHooks(GroupParts):
         return ask_and_run
 
     def _refuse(self, error: BaseException) -> None:
-        """Tell the other ranks that this one does not take part."""
+        """Revoke the group because of an error that the other ranks cannot see."""
         self.backend.broken_by(error)
         with suppress(InvalidUsageError):  # a backend without control messages: others wait for their limit
             self.backend.revoke(self.info.rank)

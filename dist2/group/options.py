@@ -21,6 +21,7 @@ class FakeOptions(TypedDict, total=False):
     name: str | None
     desc: str
     check_nan: bool | None
+    verify: bool | int
 
 
 class SocketOptions(FakeOptions, total=False):

@@ -34,6 +34,7 @@ from dist2.group.collectives import Collectives
 from dist2.group.hooks import PreHooks, check_nan
 from dist2.group.objects import ObjectCollectives
 from dist2.group.point_to_point import PointToPoint
+from dist2.group.verification import Verifier
 from dist2.membership.fault_tolerance import FaultTolerance
 from dist2.membership.monitored_barrier import monitored_barrier
 from dist2.membership.subgroups import Opener, Subgroups
@@ -140,6 +141,8 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
         except InvalidUsageError:
             backend.shutdown()
             raise
+        if spec.verify and spec.info.world_size > 1:
+            self._run = self._unhooked_run = Verifier(self, spec, self._refuse).run
         if spec.check_nan:
             self.register_pre_hook(check_nan)
         dispatch.group_opened(self)
@@ -502,7 +505,8 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
     @on_ctrl_c(OnCtrlC.DEFER)
     def _bind_runner(self) -> None:
         """Take over the runner's methods: those in C, or once the group is closed, those that refuse."""
-        self._run, self._run_p2p = self._runner.run, self._runner.run_p2p
+        self._run = self._unhooked_run = self._runner.run
+        self._run_p2p = self._runner.run_p2p
 
     def _operation_failed(self, operation: Operation, error: BaseException) -> None:
         """Tell other threads and other ranks about a failed operation."""
