@@ -47,8 +47,9 @@ class Subgroups(GroupParts):
     ) -> Self | None:
         """Return a group of some of these ranks, renumbered in the order given; None on other ranks.
 
-        Only the named ranks need to call, all with the same list; others may, and get None. Nothing
-        new is connected.
+        Only the named ranks need to call, all with the same list and in the same order of calls; others may,
+        and get None. Nothing is connected, and nothing is sent: lists that differ raise `MismatchError` in an
+        operation of the new group, once ranks wait for each other there.
 
         Args:
             ranks: Ranks of this group.

@@ -163,6 +163,7 @@ class SocketBackend(Backend):
             describe=self._describe,
             on_revoked=self._take_revocation,
             names=self.names,
+            uid=spec.info.uid,
         )
         self._messenger = Messenger(self.endpoint)
         self.outside = Outside(self.endpoint, self._messenger, self._recent)
@@ -281,7 +282,9 @@ class SocketBackend(Backend):
     def _begun(self, seq: int) -> Operation | None:
         """Return a collective by its number; the last one if that is long ago."""
         recent = tuple(self._recent)  # in one step: another thread may begin the next
-        return next((each for each in recent if each.seq == seq), recent[-1] if recent else None)
+        if not recent:
+            return None if self.board is None else self.board.arrivals.at
+        return next((each for each in recent if each.seq == seq), recent[-1])
 
     # Point to point
 

@@ -65,6 +65,7 @@ class Kind(enum.IntEnum):
     CALLED = 19
     OFFER = 20
     TAKEN = 21
+    ORIGIN = 22
 
 
 _LOAN = struct.Struct("<QQQ")
@@ -86,6 +87,7 @@ _LIMITS = {
     Kind.OFFER: LOAN_BYTES,
     Kind.PROBE: TEXT_BYTES,
     Kind.CALLED: TEXT_BYTES,
+    Kind.ORIGIN: TEXT_BYTES,
 }
 """Longest payload of each kind; the others have none."""
 

@@ -42,6 +42,7 @@ LIMITS = {
     Kind.OFFER: LOAN_BYTES,
     Kind.PROBE: TEXT_BYTES,
     Kind.CALLED: TEXT_BYTES,
+    Kind.ORIGIN: TEXT_BYTES,
 }
 STAGING_BYTES = 1 << 16
 words = st.integers(0, 2**64 - 1)

@@ -29,6 +29,7 @@ from dist2.backends.socket.transport.messages.dispatch import Dispatch
 from dist2.backends.socket.transport.messages.groups import Groups
 from dist2.backends.socket.transport.messages.intake import Intake, handlers
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
+from dist2.backends.socket.transport.messages.origins import Origins
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.backends.socket.transport.messages.probes import Probes
 from dist2.backends.socket.transport.poller import Poller
@@ -127,12 +128,13 @@ class Fabric:
         assembly = self.assembly = Assembly(courier, outcomes, presence.dead)
         departures = Departures(linkage, presence, outcomes, assembly, mailboxes, self.card.fabric_id)
         comparison = self.comparison = Comparison(linkage, courier, outcomes)
-        probes = self.probes = Probes(linkage, courier, presence, comparison, departures)
+        origins = self.origins = Origins(linkage, courier, outcomes, mailboxes, absent)
+        probes = self.probes = Probes(linkage, courier, presence, comparison, departures, origins)
         borrower = Borrower(self.lock, linkage, courier, outcomes, mailboxes)
         delivery = self.delivery = Delivery(courier, outcomes, comparison, borrower)
         dispatch = Dispatch(linkage, connector, presence, courier, outcomes, comparison, delivery)
-        others = handlers(assembly, comparison, delivery, departures, dispatch, probes)
-        intake = Intake(linkage, presence, outcomes, departures, delivery, mailboxes, absent, others)
+        others = handlers(assembly, comparison, delivery, departures, dispatch, probes, origins)
+        intake = Intake(linkage, presence, outcomes, departures, delivery, mailboxes, absent, others, origins)
         attend = self._link_watch.start
         groups = Groups(linkage, presence, courier, outcomes, departures, intake, mailboxes, absent, attend)
         self.departures, self.dispatch, self.groups = departures, dispatch, groups

@@ -214,6 +214,7 @@ class Node:
         describe: Describe,
         on_revoked: OnRevoked,
         names: RankNames = RANKS,
+        uid: str = "",
     ) -> FabricEndpoint:
         """Open a group's messages; links are made when first needed.
 
@@ -225,6 +226,7 @@ class Node:
             describe: See `Describe`.
             on_revoked: Called when a member has revoked the group; it must not block.
             names: Names the members in texts.
+            uid: The group's.
         """
         endpoint = FabricEndpoint(
             self._fabric,
@@ -238,6 +240,7 @@ class Node:
             company.lone_spins,
             on_revoked,
             names,
+            uid,
         )
         for other in company.lost:
             self._fabric.mark_lost(cards[other].fabric_id)

@@ -89,6 +89,7 @@ class Meeting:
                 self._arrivals.add(member.rank, words, member.neighbour.doorbell)
         self._unmet = missing
         if missing:
+            self._waiting.seek([member.rank for member in missing])
             return False
         self._own[MET] = 1
         self._arrivals.order()

@@ -15,6 +15,12 @@ class Progress(Protocol):
     def attend(self) -> None:
         """Do it, without waiting; raise if the group has failed."""
 
+    def seek(self, ranks: Iterable[int]) -> None:
+        """Ask members that are not there, after a while, which groups they have made."""
+
+    def last_seen(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return the operation that each of some members was last seen at, in words."""
+
     def hear_out(self, ranks: Collection[int], left: Collection[int]) -> None:
         """Take in why members are gone: see `Inquiry.hear_out`; raise if the group has failed."""
 

@@ -130,8 +130,17 @@ class Waiting:
         """
         absent = self._roster.check(missing, operation)
         if monotonic_ns() >= operation.deadline_ns:
-            seen = {rank: self._mismatches.last_seen(rank) for rank in absent}
-            raise absence(absent, seen, self._roster.names)
+            raise absence(absent, self._last_seen(absent), self._roster.names)
+
+    def _last_seen(self, ranks: list[int]) -> dict[int, str]:
+        if self._roster.messages is not None:
+            return self._roster.messages.last_seen(ranks)
+        return {rank: self._mismatches.last_seen(rank) for rank in ranks}
+
+    def seek(self, ranks: list[int]) -> None:
+        """Ask members whose regions are not there whether they have made the group at all."""
+        if self._roster.messages is not None:
+            self._roster.messages.seek(ranks)
 
     def _sleep(self, arrived: Callable[[], bool], operation: Operation, messages: Progress | None) -> None:
         arrivals = self._arrivals

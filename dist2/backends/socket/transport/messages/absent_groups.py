@@ -61,6 +61,10 @@ class AbsentGroups:
         if len(self._closed) > MAX_CLOSED:
             del self._closed[next(iter(self._closed))]
 
+    def is_closed(self, context: int) -> bool:
+        """Whether a group has been closed here, as far as that is remembered."""
+        return context in self._closed
+
     def tell_later(self, fabric_id: str, context: int, seq: int) -> None:
         """Remember that a member without a link does not know that a group has been closed.
 

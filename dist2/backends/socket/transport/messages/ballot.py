@@ -57,6 +57,7 @@ class Ballot:
                 continues it.
             ResourceError: This process lacked descriptors for its links; the same holds.
             MismatchError: Some survivors called `shrink` and others `agree`: the agreement has ended for all.
+                Or members wait for each other in groups that only one of them has made.
             PeerLostError: The others consider this rank lost.
             GroupAbortedError: `abort` was called.
         """
@@ -65,17 +66,18 @@ class Ballot:
             number = mailbox.agreements.number
             consensus = fabric.assembly.propose(mailbox, flags, shrinks)
         undisputed_ns = monotonic_ns()
-        while monotonic_ns() < deadline_ns and mailbox.aborted is None:
+        while monotonic_ns() < deadline_ns and mailbox.aborted is None and mailbox.apart is None:
             seen = list(departed())  # before the slice, in which their last messages arrive
             slice_ns = min(deadline_ns, monotonic_ns() + _SLICE_NS)
             if fabric.poller.run_until(
                 lambda: consensus.decision is not None or consensus.expelled,
                 slice_ns,
-                lambda: mailbox.aborted is not None,
+                lambda: mailbox.aborted is not None or mailbox.apart is not None,
             ):
                 break
             with fabric.lock:
                 fabric.departures.leave_out(mailbox, consensus, seen)
+                fabric.origins.seek(mailbox, consensus.awaited)
                 if not consensus.is_disputed:
                     undisputed_ns = monotonic_ns()
                 elif monotonic_ns() - undisputed_ns > _SETTLE_NS:
@@ -95,8 +97,9 @@ class Ballot:
 
     def _undecided(self, consensus: Consensus) -> Dist2Error:
         """Return why an agreement has no answer here."""
-        if self._mailbox.aborted is not None:
-            return self._mailbox.aborted
+        ended = self._mailbox.aborted or self._mailbox.apart
+        if ended is not None:
+            return ended
         names = self._mailbox.names
         if consensus.expelled:
             return PeerLostError(

@@ -82,6 +82,7 @@ class Calls:
             ended, or at this monotonic nanosecond if it does not; 0 if the group is not to fail.
         probes: Calls of blocked members that this rank has not made yet, by group rank.
         witness: Returns the last operation of a member, if collectives use no messages.
+        elsewhere: For members without an operation of this group: whether they have made it, in words.
     """
 
     def __init__(self, rank: int, size: int, describe: Describe, names: RankNames = RANKS) -> None:
@@ -99,6 +100,7 @@ class Calls:
         self.put_off_ns = 0
         self.probes: dict[int, Called] = {}
         self.witness: Callable[[int], str] | None = None
+        self.elsewhere: dict[int, str] = {}
         self.rank = rank
 
     def begin(self, seq: int, fingerprint: int) -> None:

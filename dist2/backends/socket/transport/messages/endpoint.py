@@ -41,6 +41,7 @@ class FabricEndpoint(Endpoint):
         lone_spins: The same if ``spins`` is 0 and no other process needs the core.
         on_revoked: Called when a member has revoked the group; it must not block.
         names: Names the members in texts.
+        uid: The group's, by which members find that they have made different groups.
 
     Attributes:
         ways: The short paths of its messages.
@@ -61,6 +62,7 @@ class FabricEndpoint(Endpoint):
         lone_spins: int = 0,
         on_revoked: OnRevoked = lambda error: None,
         names: RankNames = RANKS,
+        uid: str = "",
     ) -> None:
         self.rank = rank
         self.world_size = len(cards)
@@ -68,7 +70,7 @@ class FabricEndpoint(Endpoint):
         self._fabric = fabric
         self._spins = spins
         self._lone_spins = lone_spins
-        self._mailbox = Mailbox(context, rank, cards, inside, describe, beside, on_revoked, names)
+        self._mailbox = Mailbox(context, rank, cards, inside, describe, beside, on_revoked, names, uid)
         self._inquiry = Inquiry(fabric, self._mailbox)
         with fabric.lock:
             fabric.groups.open(self._mailbox)
@@ -111,6 +113,9 @@ class FabricEndpoint(Endpoint):
         mailbox = self._mailbox
         if met:
             mailbox.calls.met = seq
+        elif seq == 1 and mailbox.origin is not None:
+            with self._fabric.lock:
+                self._fabric.origins.announce(mailbox)
         if mailbox.calls.put_off_ns:
             self._inquiry.put_off_no_more()
 
@@ -318,6 +323,11 @@ class FabricEndpoint(Endpoint):
         self._fabric.poller.attend()
         if self._interrupted():
             self._give_up([])
+
+    def seek(self, ranks: Iterable[int]) -> None:
+        """Ask members that are not there, after a while, which groups they have made."""
+        with self._fabric.lock:
+            self._fabric.origins.seek(self._mailbox, ranks)
 
     def hear_out(self, ranks: Collection[int], left: Collection[int]) -> None:
         """Take in why members are gone: see `Inquiry.hear_out`.

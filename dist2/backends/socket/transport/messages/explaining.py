@@ -13,6 +13,9 @@ HEAR_S = 0.3
 """Longest time that a rank with a failed operation waits for the others' reports."""
 
 
+NO_OPERATION = "no operation of this group"
+
+
 def left_words(why: str = "") -> str:
     """Return that a rank has closed the group which others wait for, in words that follow its name.
 
@@ -86,10 +89,9 @@ def last_seen(calls: Calls, ranks: Iterable[int]) -> dict[int, str]:
 
 
 def _last_seen(calls: Calls, rank: int, seq: int) -> str:
-    if seq == 0 and calls.witness is not None:
-        return calls.witness(rank)
     if seq == 0:
-        return "no operation of this group"
+        found = NO_OPERATION if calls.witness is None else calls.witness(rank)
+        return calls.elsewhere.get(rank, found) if found == NO_OPERATION else found
     return calls.describe(seq, 0).text if seq in calls.begun else f"operation #{seq}"
 
 

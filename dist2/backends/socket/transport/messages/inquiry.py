@@ -43,6 +43,8 @@ class Inquiry:
 
     def explain(self, error: BaseException) -> BaseException:
         """Return the error for the waiter: a mismatch is completed with the calls of the others."""
+        if self._mailbox.apart is not None:
+            return self._mailbox.apart
         if self._mailbox.calls.put_off_ns:  # possibly the reason of a departure
             self.put_off_no_more()
             error = self._mailbox.fault or error

@@ -14,10 +14,11 @@ from dist2.backends.socket.transport.messages.delivery import Delivery
 from dist2.backends.socket.transport.messages.departures import Departures
 from dist2.backends.socket.transport.messages.dispatch import Dispatch
 from dist2.backends.socket.transport.messages.mailbox import Arrived, Mailbox
+from dist2.backends.socket.transport.messages.origins import Origins
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.backends.socket.transport.messages.probes import Probes
 from dist2.backends.socket.transport.messages.transfer import Sending
-from dist2.backends.socket.wire import UNSEEN, Header, Kind, Loan
+from dist2.backends.socket.wire import ABORTED, UNSEEN, Header, Kind, Loan
 from dist2.errors import AuthenticationError, WireError
 
 _WORDS = 300
@@ -39,6 +40,7 @@ class Intake:
         mailboxes: The mailboxes of the open groups, by context.
         absent: Keeps frames of groups that are not open.
         handlers: Handlers of the other frames of a group.
+        origins: Takes what ranks say of the groups that they have made.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Intake:
         mailboxes: dict[int, Mailbox],
         absent: AbsentGroups,
         handlers: dict[Kind, Handler],
+        origins: Origins,
     ) -> None:
         self._heard = linkage.heard
         self._rings = linkage.rings
@@ -61,6 +64,7 @@ class Intake:
         self._mailboxes = mailboxes
         self._absent = absent
         self._handlers = handlers
+        self._origins = origins
         self._payloads: dict[Link, bytearray] = {}
 
     # Events of links
@@ -135,6 +139,9 @@ class Intake:
         if header.kind is Kind.BYE:
             self._presence.parted.add(link.peer_id or "")
             return
+        if header.kind is Kind.ORIGIN and not header.flags & ABORTED:
+            self._origins.on_made(link, header, payload)
+            return
         mailbox = self._mailboxes.get(header.context)
         if mailbox is None:
             self._absent.hold(link, header, payload)
@@ -167,6 +174,7 @@ def handlers(
     departures: Departures,
     dispatch: Dispatch,
     probes: Probes,
+    origins: Origins,
 ) -> dict[Kind, Handler]:
     """Return the handlers of a group's frames, except for messages."""
     return {
@@ -181,4 +189,5 @@ def handlers(
         Kind.VOTE: assembly.on_letter,
         Kind.DECISION: assembly.on_letter,
         Kind.PROBE: probes.on_probe,
+        Kind.ORIGIN: origins.on_failed,
     }

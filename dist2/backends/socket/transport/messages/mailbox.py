@@ -15,9 +15,10 @@ from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.messages.agreements import Agreements
 from dist2.backends.socket.transport.messages.calls import Calls, Describe
 from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST, Account, Accounts
+from dist2.backends.socket.transport.messages.made import Origin
 from dist2.backends.socket.transport.messages.transfer import Receiving, Sending
 from dist2.backends.socket.wire import TAGGED, Header, Loan
-from dist2.errors import Dist2Error, GroupAbortedError, GroupRevokedError, WireError
+from dist2.errors import Dist2Error, GroupAbortedError, GroupRevokedError, MismatchError, WireError
 from dist2.runtime.rank_names import RANKS, RankNames
 
 OnRevoked = Callable[[GroupRevokedError], None]
@@ -89,6 +90,10 @@ class Mailbox:
         accounts: Credit of collectives and of point-to-point, by group rank.
         sending: Announced sends, by their number.
         accepted: Receives whose payload is coming in.
+        uid: The group's; empty where it is not known.
+        asked_ns: When this rank last asked members whether they have made the group; 0 before.
+        ask_ns: When it may ask again; 0 before it first wants to.
+        apart: The error of a group that other members have not made, as they gave other members.
     """
 
     # In C these are read where they lie: see `Field` in compiled/source/names.h.
@@ -104,8 +109,12 @@ class Mailbox:
         beside: frozenset[int] = frozenset(),
         on_revoked: OnRevoked = lambda error: None,
         names: RankNames = RANKS,
+        uid: str = "",
     ) -> None:
         self.context = context
+        self.uid = uid
+        self.ask_ns = self.asked_ns = 0
+        self.apart: MismatchError | None = None
         self.rank = rank
         self.names = names
         self.cards = tuple(cards)
@@ -126,6 +135,11 @@ class Mailbox:
         self.accepted: set[Receiving] = set()
         self._posted: dict[Key, deque[Receiving]] = {}
         self._arrived: dict[Key, deque[Arrived]] = {}
+
+    @cached_property
+    def origin(self) -> Origin | None:
+        """The call that made it from another group; None if none did."""
+        return Origin.of(self.uid)
 
     @cached_property
     def agreements(self) -> Agreements:

@@ -18,6 +18,7 @@ from dist2.backends.socket.transport.messages.comparison import Comparison, call
 from dist2.backends.socket.transport.messages.courier import Courier
 from dist2.backends.socket.transport.messages.departures import Departures
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
+from dist2.backends.socket.transport.messages.origins import Origins
 from dist2.backends.socket.wire import ANSWER, Header, Kind
 from dist2.errors import PeerLostError, ResourceError
 from dist2.operation.description import Call
@@ -38,6 +39,7 @@ class Probes:
         presence: Knows which processes are watched.
         comparison: Compares their calls.
         departures: Notified of members that do not answer.
+        origins: Asks those from which nothing has come whether they have made the group.
     """
 
     def __init__(
@@ -47,12 +49,14 @@ class Probes:
         presence: Presence,
         comparison: Comparison,
         departures: Departures,
+        origins: Origins,
     ) -> None:
         self._linkage = linkage
         self._courier = courier
         self._presence = presence
         self._comparison = comparison
         self._departures = departures
+        self._origins = origins
 
     def probe(self, mailbox: Mailbox) -> list[int]:
         """Send this rank's call to the other members after it has been blocked for a while.
@@ -67,6 +71,8 @@ class Probes:
         frame = self._probe_frame(mailbox, 0)
         for link in self.reach(mailbox):
             self._linkage.send(link, frame)
+        unknown = [rank for rank in self._probed(mailbox) if not mailbox.calls.seen[rank]]
+        self._origins.ask(mailbox, unknown)
         behind = [rank for rank in sorted(mailbox.left) if self._did_not_call(mailbox, rank)]
         if behind:
             self._departures.fall_behind(mailbox, behind)
