@@ -18,7 +18,8 @@ from multiprocessing.connection import Connection
 import dist2
 import observability
 from observability.client import Asker
-from observability.job.diagnosis import Answer, diagnose
+from observability.job.answer import Answer
+from observability.job.diagnosis import diagnose
 from observability.job.gathering import FAN_OUT
 from observability.job.member import JOB_AGE_S
 from observability.job.state import PROTOCOL

@@ -4,138 +4,54 @@
     pg.all_reduce(tensor)
 
 See the README for the three faces: objects, the old global API (`dist2.legacy`), and scraping.
+
+The names are loaded, and torch with them, when the first of them is used. So the parts of the library that
+need no torch, such as the commands that ask a job, start in a tenth of the time.
 """
 
-from contextlib import suppress
 from importlib import import_module
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-import torch.distributed
-
-from dist2.backends.consensus import Agreement
-from dist2.backends.registry import ProcessGroupFactory, backend_names, builtin_factory, register_backend
-from dist2.backends.shared_tensors import shared_empty
-from dist2.c10d.dynamo import describe, keep_out
-from dist2.c10d.spellings import INSTEAD
-from dist2.errors import (
-    AuthenticationError,
-    BackendUnavailableError,
-    CorruptionError,
-    Dist2Error,
-    GroupAbortedError,
-    GroupRevokedError,
-    InvalidUsageError,
-    MismatchError,
-    NanError,
-    OperationTimeoutError,
-    PeerLostError,
-    RanksFailedError,
-    RendezvousError,
-    RendezvousTimeoutError,
-    ResourceError,
-    StoreError,
-    StoreTimeoutError,
-    UnknownBackendError,
-    UnknownOptionError,
-    WireError,
-)
-from dist2.group.context import current_process_group, process_group
-from dist2.group.creation import new_group
-from dist2.group.object_types import register_type
-from dist2.group.process_group import ProcessGroup
-from dist2.operation.instruments import add_instrument
-from dist2.operation.instruments import preload as preload_instruments
-from dist2.operation.kinds import ReduceOp, premul_sum
-from dist2.operation.work import Work
 from dist2.runtime.process import before_fork
-from dist2.store import FileStore, HashStore, PrefixStore, Store, StoreCollectives, TCPStore
+
+if TYPE_CHECKING:
+    from dist2.group.public import *  # noqa: F403 - it lists its names
+    from dist2.group.public import __all__ as __all__
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "Agreement",
-    "AuthenticationError",
-    "BackendUnavailableError",
-    "CorruptionError",
-    "Dist2Error",
-    "FileStore",
-    "GroupAbortedError",
-    "GroupRevokedError",
-    "HashStore",
-    "InvalidUsageError",
-    "MismatchError",
-    "NanError",
-    "OperationTimeoutError",
-    "PeerLostError",
-    "PrefixStore",
-    "ProcessGroup",
-    "ProcessGroupFactory",
-    "RanksFailedError",
-    "ReduceOp",
-    "RendezvousError",
-    "RendezvousTimeoutError",
-    "ResourceError",
-    "Store",
-    "StoreCollectives",
-    "StoreError",
-    "StoreTimeoutError",
-    "TCPStore",
-    "UnknownBackendError",
-    "UnknownOptionError",
-    "WireError",
-    "Work",
-    "add_instrument",
-    "backend_names",
-    "current_process_group",
-    "new_group",
-    "premul_sum",
-    "process_group",
-    "register_backend",
-    "register_type",
-    "shared_empty",
-]
-
-describe(ProcessGroup)
-keep_out(__name__)
 
 _ON_DEMAND = ("functional", "launch", "legacy", "torch_backend")
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Return a part that is imported when it is first used."""
+    """Return a name or a part, which is loaded when it is first used."""
     if name in _ON_DEMAND:
         return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_instead(name)}")
+    if name.startswith("_") and name != "__all__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    public = _load_names()
+    if name not in globals():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{public.instead(name)}")
+    found: ModuleType = globals()[name]  # or any other public name: type checkers know the names above
+    return found
 
 
-def _instead(name: str) -> str:
-    """Return the place of a name of torch.distributed in dist2, for an error."""
-    if name.startswith("_") or not hasattr(torch.distributed, name):
-        return ""
-    legacy = f": it belongs to the global API: import dist2.legacy as dist, and use dist.{name}"
-    group = "make a group, pg = dist2.new_group('socket')"
-    if name == "init_process_group":
-        return f": {group}; or for the global API, import dist2.legacy as dist"
-    if name in INSTEAD:
-        return f"{legacy}; of a group, pg.{INSTEAD[name]}"
-    if hasattr(ProcessGroup, name):
-        return (
-            f": it is a method of a group: {group}, and call pg.{name}(...); or import dist2.legacy as dist"
-        )
-    return legacy
-
-
-def __dir__() -> list[str]:
-    return sorted({*__all__, *_ON_DEMAND, "__version__"})
+def _load_names() -> ModuleType:
+    """Load the public names; return their module."""
+    public = import_module(f"{__name__}.group.public")
+    globals().update({name: getattr(public, name) for name in ("__all__", *public.__all__)})
+    return public
 
 
 @before_fork
 def _load_before_fork() -> None:
-    """Import the modules that a first group needs, so that forked ranks share them: each would import them.
+    """Load the modules that a first group needs, so that forked ranks share them: each would import them.
 
     It took 4 ranks on 2 cores half a second.
     """
-    with suppress(UnknownBackendError, BackendUnavailableError):  # `new_group` raises them
-        builtin_factory("socket")
-    preload_instruments()
-    import_module("encodings.idna")  # looking up a host imports it
+    _load_names().load_all()
+
+
+def __dir__() -> list[str]:
+    return sorted({*_load_names().__all__, *_ON_DEMAND, "__version__"})

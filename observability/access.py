@@ -10,18 +10,18 @@ import ipaddress
 from base64 import urlsafe_b64encode
 from collections.abc import Sequence
 
-from dist2.security.authenticator import Credentials
+from dist2.security.job_secrets import JobSecrets
 
 _PURPOSE = "dist2 control plane: token"
 
 NEEDS_TLS = "the token needs TLS, set DIST2_TLS_CERT, DIST2_TLS_KEY and DIST2_TLS_CA"
 
 
-def job_token(credentials: Credentials) -> str | None:
+def job_token(secrets: JobSecrets) -> str | None:
     """Return the token that is derived from the secret and the id of the job; None without a secret."""
-    if credentials.secret is None:
+    if secrets.secret is None:
         return None
-    mac = credentials.secret.mac(_PURPOSE, credentials.job_id.encode())
+    mac = secrets.secret.mac(_PURPOSE, secrets.job_id.encode())
     return urlsafe_b64encode(mac).decode().rstrip("=")
 
 

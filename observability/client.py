@@ -21,7 +21,7 @@ from urllib.request import (
 
 from dist2.errors import InvalidUsageError
 from dist2.runtime.config import Config
-from dist2.security.authenticator import Credentials
+from dist2.security.job_secrets import JobSecrets
 from observability.access import NEEDS_TLS, is_loopback, job_token
 
 MAX_ANSWER = 64 << 20
@@ -57,17 +57,17 @@ class Asker:
     """Sends requests on behalf of this process: with its certificates, and by no proxy.
 
     Args:
-        credentials: Its secret and certificates; by default those of the environment.
+        secrets: Its secret and certificates; by default those of the environment.
     """
 
-    def __init__(self, credentials: Credentials | None = None) -> None:
-        if credentials is None:
-            credentials = Credentials.of(Config.from_environment())
-        self.credentials = credentials
+    def __init__(self, secrets: JobSecrets | None = None) -> None:
+        if secrets is None:
+            secrets = JobSecrets.of(Config.from_environment())
+        self.secrets = secrets
         # The proxy of the environment is not for our own ranks.
         handlers: list[BaseHandler] = [ProxyHandler({}), _UnixHandler(), _UnixErrors()]
-        if credentials.tls is not None:
-            handlers.append(HTTPSHandler(context=credentials.tls.context(False)))
+        if secrets.tls is not None:
+            handlers.append(HTTPSHandler(context=secrets.tls.context(False)))
         self._opener: OpenerDirector = build_opener(*handlers)
 
     def ask(
@@ -90,7 +90,7 @@ class Asker:
         # The error does not quote it, as errors get into logs.
         if token is not None and not (isinstance(token, str) and token.isascii() and token.isprintable()):
             raise InvalidUsageError("token must be a str of printable ASCII, as Server.token is")
-        bearer = job_token(self.credentials) if token is None else token
+        bearer = job_token(self.secrets) if token is None else token
         host = urlsplit(url).hostname or ""
         if bearer is not None and url.startswith("http://") and not is_loopback(host):
             raise InvalidUsageError(f"{url!r} is not encrypted and {host!r} is not this host: {NEEDS_TLS}")

@@ -19,7 +19,6 @@ from contextlib import suppress
 import attrs
 
 from dist2.errors import AuthenticationError
-from dist2.runtime.config import Config
 from dist2.runtime.secret import Secret
 from dist2.security.handshake import (
     MAGIC,
@@ -31,7 +30,8 @@ from dist2.security.handshake import (
     RefusalError,
     refused_here,
 )
-from dist2.security.tls import TlsFiles, TlsStream
+from dist2.security.job_secrets import JobSecrets
+from dist2.security.tls import TlsStream
 
 Stream = socket.socket | TlsStream
 
@@ -44,32 +44,8 @@ _TLS_WANTED = bytes.fromhex("15030300020246")
 
 
 @attrs.frozen
-class Credentials:
-    """The proof of this process's membership, and the proof that it requires of others.
-
-    Attributes:
-        secret: The members' common secret; None where connections are not authenticated.
-        job_id: Connections of other jobs are refused.
-        tls: Certificates; None where connections are not encrypted.
-    """
-
-    secret: Secret | None = None
-    job_id: str = ""
-    tls: TlsFiles | None = None
-
-    @classmethod
-    def of(cls, config: Config) -> Credentials:
-        """Return those that the environment sets.
-
-        Raises:
-            InvalidUsageError: A certificate or key cannot be used.
-        """
-        files = (config.tls_cert, config.tls_key, config.tls_ca)
-        cert, key, ca = files
-        tls = TlsFiles(cert, key, ca) if cert and key and ca else None
-        if tls is not None:
-            tls.check()
-        return cls(config.secret, config.job_id, tls)
+class Credentials(JobSecrets):
+    """`JobSecrets` with the ways in for connections."""
 
     @property
     def required(self) -> bool:

@@ -14,7 +14,8 @@ from typing import TypeVar
 
 import attrs
 
-from dist2.errors import AuthenticationError, InvalidUsageError
+from dist2 import errors  # its types of torch are loaded when they are used
+from dist2.errors import InvalidUsageError
 from dist2.runtime.secret import require_private
 
 Buffer = bytes | bytearray | memoryview
@@ -204,12 +205,12 @@ class TlsStream:
         self._tls.close()
 
 
-def _refused(error: ssl.SSLError) -> AuthenticationError | ssl.SSLError:
+def _refused(error: ssl.SSLError) -> errors.AuthenticationError | ssl.SSLError:
     """Return the meaning of an error: a caller learns at its first read that its certificate is refused."""
     if isinstance(error, ssl.SSLEOFError):
         return error
     words = (error.reason or str(error)).replace("_", " ").lower()
-    return AuthenticationError(f"TLS with the other side failed: {words}", reason="refused_there_tls")
+    return errors.AuthenticationError(f"TLS with the other side failed: {words}", reason="refused_there_tls")
 
 
 def _first_record(rest: list[memoryview]) -> Buffer:

@@ -11,7 +11,7 @@ import click
 
 from observability.commands.control_plane import ControlPlane, NoAnswerError, address, end_without_answer
 from observability.incidents.reading import Incident, NoIncidentError
-from observability.job.gathering import RANK_S
+from observability.job.answer import RANK_S
 
 NOTHING_WRONG, TROUBLE = 0, 1
 """Exit statuses of the command, beside `NO_ANSWER`."""

@@ -24,9 +24,10 @@ from observability.flight_recorder import global_rank
 from observability.flight_recorder import instrument as recorder
 from observability.incidents import folders
 from observability.incidents.recording import Recording
+from observability.job.answer import RANK_S
 from observability.job.diagnosis import Diagnosis, Key, diagnose
-from observability.job.gathering import RANK_S
-from observability.job.member import Member, job_document, stack_rows
+from observability.job.documents import job_document, stack_rows
+from observability.job.member import Member
 from observability.job.state import HISTORY
 
 EXIT_CODE = 86

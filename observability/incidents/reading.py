@@ -13,8 +13,9 @@ import attrs
 
 from dist2.runtime.rank_names import rank_names
 from observability.incidents import folders
-from observability.job.diagnosis import Answer, diagnose
-from observability.job.member import job_document, stack_rows
+from observability.job.answer import Answer
+from observability.job.diagnosis import diagnose
+from observability.job.documents import job_document, stack_rows
 
 NO_PART = "it left no part in this incident"
 AFTER_S = 0.0

@@ -15,7 +15,6 @@ an idle operation is no deadlock. In a cycle with a message, the rank that made 
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
@@ -23,80 +22,19 @@ from typing import Any
 
 import attrs
 
+from observability.job.answer import Answers, State
 from observability.job.graph import cycles, longest_path_to
 from observability.job.messages import owed
 from observability.job.rank_text import named, ranks_of
-from observability.job.state import State
 
 Key = tuple[str, int, bool, int]
 """An operation of the job: uid of its group, number, whether it is a message, the rank of a message or -1."""
-
-NO_ANSWER = "no answer within"
-"""Begins the reason of a silence that ended with the time limit."""
-RUNNABLE = frozenset("RS")
-"""States of a process that may yet answer."""
 
 MAX_TOLD = 3
 """Operations that are named in the sentence about one rank."""
 MAX_WAITS = 256
 MAX_MISSING = 64
 """Missing ranks of one operation that are described one by one."""
-
-
-@attrs.frozen
-class Answer:
-    """The knowledge of one rank.
-
-    Attributes:
-        state: Its own description; None without an answer.
-        silence: The reason of a missing answer.
-        url: Its control plane; empty where it has none.
-        offset_s: Its clock minus that of the asking process.
-        error_s: How far that may be off.
-        outside: How its process looks from another one of its host, where it is silent: `Outside`.
-    """
-
-    state: State | None = None
-    silence: str = ""
-    url: str = ""
-    offset_s: float = 0.0
-    error_s: float = 0.0
-    outside: dict[str, Any] | None = None
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether nothing listens there, or its process cannot run: its silence is not slowness."""
-        return not self.silence.startswith(NO_ANSWER) or (
-            self.outside is not None and self.outside["state"] not in RUNNABLE
-        )
-
-    @property
-    def why_silent(self) -> str:
-        """All that is known of its silence, in words."""
-        if self.outside is None:
-            return self.silence
-        cause = self.outside["cause"] if self.silence.startswith(NO_ANSWER) else ""
-        stands = self.outside.get("stands", "")
-        return (
-            f"{self.silence}; {self.outside['words']}"
-            + (f": {cause}" if cause else "")
-            + (f"; {stands}" if stands else "")
-        )
-
-
-Answers = Mapping[int, Answer]
-
-
-def how_ended(pid: int, answers: Answers) -> str:
-    """Return how a process ended, as failures of its peers say it: ``was killed by SIGSEGV``; else empty."""
-    words = re.compile(rf"\b{pid}\b[^;:,]*? (was killed by (?:SIG\w+|signal \d+)|exited with code \d+)")
-    messages = (
-        failure["message"]
-        for answer in answers.values()
-        if answer.state is not None
-        for failure in answer.state["failures"]
-    )
-    return next((found[1] for text in messages if (found := words.search(text))), "")
 
 
 @attrs.frozen

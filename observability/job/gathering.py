@@ -26,15 +26,13 @@ from dist2.errors import InvalidUsageError
 from dist2.runtime.other_process import Process
 from observability.access import is_loopback
 from observability.client import Asker
-from observability.job.diagnosis import NO_ANSWER, Answer
+from observability.job.answer import NO_ANSWER, RANK_S, Answer, State
 from observability.job.directory import Entry
 from observability.job.fan_out import ask_each
 from observability.job.stacks import look_at
-from observability.job.state import PROTOCOL, State
+from observability.job.state import PROTOCOL
 
 FAN_OUT = 32
-RANK_S = 1.0
-"""How long a rank may take to answer for itself."""
 MAX_LEVELS = 6
 
 Body = dict[str, Any]

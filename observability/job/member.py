@@ -12,15 +12,19 @@ import attrs
 
 from dist2.errors import Dist2Error
 from dist2.operation.signature import GroupInfo
+from dist2.runtime.config import Config
 from dist2.runtime.other_process import Process
+from dist2.security.authenticator import Credentials
 from observability.client import Asker
 from observability.flight_recorder import FlightRecorder, global_rank
-from observability.job.diagnosis import Answer, Answers, Diagnosis, Key, diagnose, how_ended
+from observability.job.answer import RANK_S, Answer, how_ended
+from observability.job.diagnosis import Diagnosis, Key, diagnose
 from observability.job.directory import Directory, Entry, hubs_of
-from observability.job.gathering import RANK_S, Gatherer, process_seen, seen_from_outside, written
+from observability.job.documents import job_document, stack_rows
+from observability.job.gathering import Gatherer, process_seen, seen_from_outside, written
 from observability.job.rank_text import named
 from observability.job.stacks import stacks
-from observability.job.state import HISTORY, PROTOCOL, State, Witness
+from observability.job.state import HISTORY, PROTOCOL, Witness
 from observability.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -107,7 +111,7 @@ class Member:
         self._asker = asker
         thread_id = threading.get_ident() if thread_id is None else thread_id
         self.witness = Witness(metrics, recorder, thread_id, self.info)
-        self.directory = directory or Directory(None, Asker().credentials)
+        self.directory = directory or Directory(None, Credentials.of(Config.from_environment()))
         self.watch: Watch | None = None
         self.hang: HangRecorder | None = None
         self.waiting_log: WaitingLog | None = None
@@ -406,69 +410,3 @@ class Member:
 def entry_of(rank: int, url: str) -> Entry:
     """Return the entry of this process."""
     return Entry(rank, url, Process.here())
-
-
-def job_document(answers: Answers, found: Diagnosis, asked_rank: int, took_s: float) -> dict[str, Any]:
-    """Return the answer of `/job`."""
-    trouble = found.document()
-    return {
-        "world_size": len(answers),
-        "asked_rank": asked_rank,
-        "answered": sum(answer.state is not None for answer in answers.values()),
-        "took_s": took_s,
-        **{name: trouble[name] for name in ("verdict", "culprits", "waiting")},
-        "ranks": [_row(rank, answer, found) for rank, answer in answers.items()],
-    }
-
-
-def stack_rows(answers: Answers) -> list[dict[str, Any]]:
-    """Return the threads of each rank, or why they are not known: the rows of `/stacks`."""
-    return [
-        {
-            "rank": rank,
-            "threads": _threads(answer),
-            "silence": answer.why_silent or None,
-            "process": answer.outside,
-        }
-        for rank, answer in answers.items()
-    ]
-
-
-def _threads(answer: Answer) -> list[dict[str, Any]] | None:
-    """Return the Python threads of a rank, by itself or seen from outside; None if they are unknown."""
-    if answer.state is not None:
-        threads: list[dict[str, Any]] = answer.state["threads"]
-        return threads
-    return list((answer.outside or {}).get("python", ())) or None
-
-
-def _row(rank: int, answer: Answer, found: Diagnosis) -> dict[str, Any]:
-    """Return the row of a rank in `/job`."""
-    common = {"rank": rank, "url": answer.url or None}
-    state = answer.state
-    if state is None:
-        return {**common, "state": "silent", "silence": answer.why_silent, "process": answer.outside}
-    return {
-        **common,
-        "state": _condition(rank, state, found),
-        "at_s": state["epoch_ns"] / 1e9,
-        "clock_offset_s": answer.offset_s,
-        "clock_error_s": answer.error_s,
-        **{name: state[name] for name in ("host", "pid", "version", "main", "failures")},
-        "groups": [
-            {**{name: group[name] for name in ("name", "rank", "ranks", "state", "begun")}, "uid": uid}
-            | {"last": next(iter(group["recent"]), None), "traffic": group.get("traffic")}
-            for uid, group in state["groups"].items()
-        ],
-        "in_flight": state["in_flight"],
-        "in_flight_count": state["in_flight_count"],
-    }
-
-
-def _condition(rank: int, state: State, found: Diagnosis) -> str:
-    """Return how a rank is, in a word or two."""
-    if any(group["state"] == "broken" for group in state["groups"].values()):
-        return "broken"
-    if rank in found.culprits:
-        return "waited for"
-    return "waiting" if any(rank in each.ranks for each in found.waiting) else "ok"

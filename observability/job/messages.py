@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
-from dist2.operation.signature import GroupInfo
-from observability.flight_recorder import Channel
+from observability.job.answer import State
 
-State = dict[str, Any]
+if TYPE_CHECKING:
+    from dist2.operation.signature import GroupInfo
+    from observability.flight_recorder import Channel
 
 MAX_CHANNELS = 256
 """Channels of a group whose counts a rank reports; with more of them it reports none."""

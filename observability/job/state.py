@@ -18,6 +18,7 @@ from dist2.runtime.other_process import Process
 from observability.exposition import bus_share, dist2_version
 from observability.flight_recorder import FlightRecorder, error_text, global_rank
 from observability.group_status import GroupStatus
+from observability.job.answer import State
 from observability.job.messages import counts_of
 from observability.job.rank_text import rank_text
 from observability.job.stacks import awaited_of, position
@@ -33,8 +34,6 @@ WAIT_IN_CPP = frozenset({"torch.autograd", "torch.distributed", "torch.futures"}
 """Packages of torch that wait for operations in C++, where no frame shows it."""
 HISTORY = 64
 """Number of collectives of each group that are sent to the rank that compares all."""
-
-State = dict[str, Any]
 
 
 @attrs.define

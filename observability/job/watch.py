@@ -28,10 +28,10 @@ from dist2.errors import Dist2Error
 from dist2.operation.signature import Operation
 from observability.client import Asker
 from observability.flight_recorder import global_rank
+from observability.job.answer import RANK_S
 from observability.job.diagnosis import Key, Waiting, waiting_in
 from observability.job.directory import hubs_of
 from observability.job.foreign_stacks import memory
-from observability.job.gathering import RANK_S
 from observability.job.member import Member, entry_of
 from observability.job.state import where_of
 from observability.job.waiting_log import WaitingLog

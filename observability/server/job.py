@@ -13,7 +13,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from observability.job.gathering import RANK_S, read_request
+from observability.job.answer import RANK_S
+from observability.job.gathering import read_request
 from observability.job.member import Member
 from observability.server.answers import Endpoint, as_json, body_of, number
 from observability.server.threads import Together, on_thread

@@ -10,7 +10,8 @@ import attrs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from observability.job.diagnosis import NO_ANSWER, Answer, Diagnosis, diagnose, waiting_in
+from observability.job.answer import NO_ANSWER, Answer
+from observability.job.diagnosis import Diagnosis, diagnose, waiting_in
 from observability.job.gathering import read_request
 from observability.job.rank_text import named, rank_text, ranks_of
 

@@ -14,7 +14,7 @@ import pytest
 
 from dist2.runtime.other_process import Process
 from observability.client import Asker
-from observability.job.diagnosis import Answer
+from observability.job.answer import Answer
 from observability.job.directory import Entry
 from observability.job.fan_out import ask_each
 from observability.job.gathering import FAN_OUT, Gatherer, read_request, written

@@ -29,7 +29,8 @@ from observability.flight_recorder import instrument
 from observability.incidents import folders
 from observability.incidents.hang import EXIT_CODE, HangRecorder
 from observability.incidents.recording import Recording
-from observability.job.diagnosis import Answer, Diagnosis, Missing, Waiting
+from observability.job.answer import Answer
+from observability.job.diagnosis import Diagnosis, Missing, Waiting
 
 INPROC = Tenant("inproc", "socket", {"transport": "inproc"})
 

@@ -7,6 +7,7 @@ import sys
 
 PROGRAM = """
 import os, threading
+import dist2.group  # its modules have steps of their own
 from dist2.runtime import process
 from dist2.runtime.process import AtExit, InChild, at_exit, in_child
 

@@ -32,6 +32,7 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
     [  # what ranks and test modules import
         "dist2.backends.socket.create",
+        "dist2.group.public",
         "dist2.legacy",
         "observability.group_status",
         "observability.flight_recorder",

@@ -1,0 +1,74 @@
+"""The answers of `/job` and `/stacks`: pure functions of the answers of the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from observability.job.answer import Answer, Answers, State
+from observability.job.diagnosis import Diagnosis
+
+
+def job_document(answers: Answers, found: Diagnosis, asked_rank: int, took_s: float) -> dict[str, Any]:
+    """Return the answer of `/job`."""
+    trouble = found.document()
+    return {
+        "world_size": len(answers),
+        "asked_rank": asked_rank,
+        "answered": sum(answer.state is not None for answer in answers.values()),
+        "took_s": took_s,
+        **{name: trouble[name] for name in ("verdict", "culprits", "waiting")},
+        "ranks": [_row(rank, answer, found) for rank, answer in answers.items()],
+    }
+
+
+def stack_rows(answers: Answers) -> list[dict[str, Any]]:
+    """Return the threads of each rank, or why they are not known: the rows of `/stacks`."""
+    return [
+        {
+            "rank": rank,
+            "threads": _threads(answer),
+            "silence": answer.why_silent or None,
+            "process": answer.outside,
+        }
+        for rank, answer in answers.items()
+    ]
+
+
+def _threads(answer: Answer) -> list[dict[str, Any]] | None:
+    """Return the Python threads of a rank, by itself or seen from outside; None if they are unknown."""
+    if answer.state is not None:
+        threads: list[dict[str, Any]] = answer.state["threads"]
+        return threads
+    return list((answer.outside or {}).get("python", ())) or None
+
+
+def _row(rank: int, answer: Answer, found: Diagnosis) -> dict[str, Any]:
+    """Return the row of a rank in `/job`."""
+    common = {"rank": rank, "url": answer.url or None}
+    state = answer.state
+    if state is None:
+        return {**common, "state": "silent", "silence": answer.why_silent, "process": answer.outside}
+    return {
+        **common,
+        "state": _condition(rank, state, found),
+        "at_s": state["epoch_ns"] / 1e9,
+        "clock_offset_s": answer.offset_s,
+        "clock_error_s": answer.error_s,
+        **{name: state[name] for name in ("host", "pid", "version", "main", "failures")},
+        "groups": [
+            {**{name: group[name] for name in ("name", "rank", "ranks", "state", "begun")}, "uid": uid}
+            | {"last": next(iter(group["recent"]), None), "traffic": group.get("traffic")}
+            for uid, group in state["groups"].items()
+        ],
+        "in_flight": state["in_flight"],
+        "in_flight_count": state["in_flight_count"],
+    }
+
+
+def _condition(rank: int, state: State, found: Diagnosis) -> str:
+    """Return how a rank is, in a word or two."""
+    if any(group["state"] == "broken" for group in state["groups"].values()):
+        return "broken"
+    if rank in found.culprits:
+        return "waited for"
+    return "waiting" if any(rank in each.ranks for each in found.waiting) else "ok"
