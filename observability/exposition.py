@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from dist2.group.open_groups import open_groups
@@ -21,6 +21,7 @@ from dist2.runtime.shared_memory import touched_bytes
 from dist2.runtime.usage import usage
 from dist2.security.refusals import refusals
 from observability.metrics import DURATIONS, OTHER, Metrics, Series, label_text, size_label
+from observability.text_format import Family
 
 if TYPE_CHECKING:
     from dist2.group.process_group import ProcessGroup
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 FIRST_BOUND, LAST_BOUND = 10, 37
 """Buckets end at 2**10 ns (1 us) to 2**37 ns (137 s)."""
 
-BOUNDS = tuple((place, repr((1 << place) / 1e9)) for place in range(FIRST_BOUND, LAST_BOUND + 1))
+BOUNDS = (*(repr((1 << place) / 1e9) for place in range(FIRST_BOUND, LAST_BOUND + 1)), "+Inf")
 
 SERIES_LABELS = ("op", "group", "backend", "rank", "world_size", "size_le_bytes")
 GROUP_LABELS = ("group", "backend", "rank")
@@ -107,73 +108,71 @@ def bus_share(op: str, world_size: int) -> float:
     return others if op in PAIRWISE_SHARE else 1.0
 
 
-def _totals(all_series: list[Series]) -> Iterator[Metric]:
-    ended = CounterMetricFamily(
-        "dist2_operations", "Operations that ended, successful or failed.", labels=SERIES_LABELS
+def _totals(all_series: list[Series]) -> Iterator[Family]:
+    ended = Family(
+        "dist2_operations", "counter", "Operations that ended, successful or failed.", SERIES_LABELS
     )
-    nbytes = CounterMetricFamily(
-        "dist2_bytes", "Payload bytes of this rank's successful operations.", labels=SERIES_LABELS
+    nbytes = Family(
+        "dist2_bytes", "counter", "Payload bytes of this rank's successful operations.", SERIES_LABELS
     )
-    bus = CounterMetricFamily(
+    bus = Family(
         "dist2_bus_bytes",
+        "counter",
         "Payload bytes times the share that has to cross a rank's bus, as nccl-tests counts it.",
-        labels=SERIES_LABELS,
+        SERIES_LABELS,
     )
-    longest = GaugeMetricFamily(
+    longest = Family(
         "dist2_slowest_operation_seconds",
+        "gauge",
         "The longest successful operation of the last five minutes; 0 with none.",
-        labels=SERIES_LABELS,
+        SERIES_LABELS,
     )
     for series in all_series:
-        ended.add_metric(_labels(series), series.succeeded + series.failed)
-        nbytes.add_metric(_labels(series), series.nbytes)
-        bus.add_metric(_labels(series), series.nbytes * bus_share(series.key.op, series.key.world_size))
-        longest.add_metric(_labels(series), series.longest_ns / 1e9)
+        labels = _labels(series)
+        ended.add(labels, series.succeeded + series.failed)
+        nbytes.add(labels, series.nbytes)
+        bus.add(labels, series.nbytes * bus_share(series.key.op, series.key.world_size))
+        longest.add(labels, series.longest_ns / 1e9)
     yield ended
     yield nbytes
     yield bus
     yield longest
 
 
-def cumulative_buckets(durations: tuple[int, ...]) -> list[tuple[str, int]]:
-    """Return (upper bound in seconds as text, operations at most that long), up to ``+Inf``."""
-    buckets = []
-    below = sum(durations[:FIRST_BOUND])
-    for place, bound in BOUNDS:
-        below += durations[place]
-        buckets.append((bound, below))
-    buckets.append(("+Inf", below + sum(durations[LAST_BOUND + 1 : DURATIONS])))
-    return buckets
+def bucket_counts(durations: tuple[int, ...]) -> list[int]:
+    """Return the operations in each bucket of `BOUNDS`."""
+    first, last = FIRST_BOUND + 1, LAST_BOUND + 1
+    return [sum(durations[:first]), *durations[first:last], sum(durations[last:DURATIONS])]
 
 
-def _durations(all_series: list[Series]) -> Metric:
-    family = HistogramMetricFamily(
+def _durations(all_series: list[Series]) -> Family:
+    family = Family(
         "dist2_operation_duration_seconds",
+        "histogram",
         "Time from the call of a successful operation to its completion.",
-        labels=SERIES_LABELS,
+        SERIES_LABELS,
+        BOUNDS,
     )
     for series in all_series:
-        buckets = cumulative_buckets(series.durations)
-        family.add_metric(_labels(series), buckets=buckets, sum_value=series.total_ns / 1e9)
+        family.add_histogram(_labels(series), bucket_counts(series.durations), series.total_ns / 1e9)
     return family
 
 
-def _errors(metrics: Metrics) -> Metric:
-    family = CounterMetricFamily(
-        "dist2_errors", "Operations that failed.", labels=("op", *GROUP_LABELS, "error")
-    )
+def _errors(metrics: Metrics) -> Family:
+    family = Family("dist2_errors", "counter", "Operations that failed.", ("op", *GROUP_LABELS, "error"))
     for labels, count in sorted(metrics.errors().items()):
-        family.add_metric([str(label) for label in labels], count)
+        family.add([str(label) for label in labels], count)
     return family
 
 
-def _in_flight(metrics: Metrics, groups: list[GroupInfo], in_flight: list[Operation]) -> Iterator[Metric]:
+def _in_flight(metrics: Metrics, groups: list[GroupInfo], in_flight: list[Operation]) -> Iterator[Family]:
     """Yield how many operations run in each group and how old the oldest is; zero where none does."""
-    running = GaugeMetricFamily(
-        "dist2_operations_in_flight", "Operations that have begun and not ended.", labels=GROUP_LABELS
+    running = Family(
+        "dist2_operations_in_flight", "gauge", "Operations that have begun and not ended.", GROUP_LABELS
     )
-    oldest = GaugeMetricFamily(
+    oldest = Family(
         "dist2_oldest_operation_age_seconds",
+        "gauge",
         "Seconds since the call of the oldest operation in flight; 0 with none.",
         labels=GROUP_LABELS,
     )
@@ -186,8 +185,8 @@ def _in_flight(metrics: Metrics, groups: list[GroupInfo], in_flight: list[Operat
         age_s = max(0, now_ns - operation.created_ns) / 1e9
         ages[labels] = max(ages.get(labels, 0.0), age_s)
     for labels, count in sorted(counts.items()):
-        running.add_metric(labels, count)
-        oldest.add_metric(labels, ages[labels])
+        running.add(labels, count)
+        oldest.add(labels, ages[labels])
     yield running
     yield oldest
 
@@ -197,13 +196,14 @@ def _group_labels(metrics: Metrics, info: GroupInfo) -> tuple[str, str, str]:
     return group, backend, str(rank)
 
 
-def _of_open_groups(metrics: Metrics, groups: list[ProcessGroup]) -> Iterator[Metric]:
+def _of_open_groups(metrics: Metrics, groups: list[ProcessGroup]) -> Iterator[Family]:
     """Yield the data of the groups themselves: queued operations, and time waited."""
-    depth = GaugeMetricFamily(
-        "dist2_operations_queued", "Asynchronous operations that wait for their turn.", labels=GROUP_LABELS
+    depth = Family(
+        "dist2_operations_queued", "gauge", "Asynchronous operations that wait for their turn.", GROUP_LABELS
     )
-    waited = CounterMetricFamily(
+    waited = Family(
         "dist2_peer_wait_seconds",
+        "counter",
         "Time inside operations in which this rank waited for others; the rest moved data.",
         labels=GROUP_LABELS,
     )
@@ -211,19 +211,20 @@ def _of_open_groups(metrics: Metrics, groups: list[ProcessGroup]) -> Iterator[Me
     for group in groups:
         queued[_group_labels(metrics, group.info)] += len(group.queued())
     for labels, count in sorted(queued.items()):
-        depth.add_metric(labels, count)
+        depth.add(labels, count)
     for (group_label, backend, rank), waited_ns in sorted(metrics.waited(groups).items()):
-        waited.add_metric((group_label, backend, str(rank)), waited_ns / 1e9)
+        waited.add((group_label, backend, str(rank)), waited_ns / 1e9)
     yield depth
     yield waited
 
 
-def _sequence_numbers(metrics: Metrics, all_series: list[Series], in_flight: list[Operation]) -> Metric:
+def _sequence_numbers(metrics: Metrics, all_series: list[Series], in_flight: list[Operation]) -> Family:
     """Return the last number of each group: ranks that should be in step, compared, show a desync."""
-    family = GaugeMetricFamily(
+    family = Family(
         "dist2_last_sequence_number",
+        "gauge",
         "Number of the last operation of the group that began, or ended, on this rank.",
-        labels=(*GROUP_LABELS, "numbering", "state"),
+        (*GROUP_LABELS, "numbering", "state"),
     )
     ended: dict[tuple[str, ...], int] = {}
     for series in all_series:
@@ -238,22 +239,23 @@ def _sequence_numbers(metrics: Metrics, all_series: list[Series], in_flight: lis
         if running[0] != OTHER:
             begun[running] = max(begun.get(running, 0), operation.seq)
     for labels, seq in sorted(begun.items()):
-        family.add_metric((*labels, "begun"), seq)
-        family.add_metric((*labels, "ended"), ended.get(labels, 0))
+        family.add((*labels, "begun"), seq)
+        family.add((*labels, "ended"), ended.get(labels, 0))
     return family
 
 
-def _group_info(metrics: Metrics, groups: list[GroupInfo]) -> Metric:
-    family = GaugeMetricFamily(
+def _group_info(metrics: Metrics, groups: list[GroupInfo]) -> Family:
+    family = Family(
         "dist2_group_info",
+        "gauge",
         "An open group, as labels: always 1.",
-        labels=(*GROUP_LABELS, "uid", "desc", "group_rank", "world_size"),
+        (*GROUP_LABELS, "uid", "desc", "group_rank", "world_size"),
     )
     for info in groups:
         labels = _group_labels(metrics, info)
         if labels[0] != OTHER:
             ranks = (str(info.rank), str(info.world_size))
-            family.add_metric((*labels, label_text(info.uid), label_text(info.desc), *ranks), 1)
+            family.add((*labels, label_text(info.uid), label_text(info.desc), *ranks), 1)
     return family
 
 
@@ -266,58 +268,56 @@ def dist2_version() -> str:
         return "unknown"
 
 
-def _build_info() -> Metric:
-    family = GaugeMetricFamily(
+def _build_info() -> Family:
+    family = Family(
         "dist2_build_info",
+        "gauge",
         "Versions as labels: always 1.",
-        labels=("version", "torch", "python"),
+        ("version", "torch", "python"),
     )
-    family.add_metric((dist2_version(), torch.__version__, python_version()), 1)
+    family.add((dist2_version(), torch.__version__, python_version()), 1)
     return family
 
 
-def _connections() -> Iterator[Metric]:
-    open_now = GaugeMetricFamily(
-        "dist2_connections", "Open connections to other processes.", labels=("plane",)
-    )
-    opened = CounterMetricFamily(
-        "dist2_connections_opened", "Connections opened since the start.", labels=("plane",)
-    )
-    again = CounterMetricFamily(
-        "dist2_reconnects", "Connections that took the place of a broken one.", labels=("plane",)
+def _connections() -> Iterator[Family]:
+    open_now = Family("dist2_connections", "gauge", "Open connections to other processes.", ("plane",))
+    opened = Family("dist2_connections_opened", "counter", "Connections opened since the start.", ("plane",))
+    again = Family(
+        "dist2_reconnects", "counter", "Connections that took the place of a broken one.", ("plane",)
     )
     for plane, (now, ever, replaced) in sorted(usage.connections().items()):
-        open_now.add_metric((plane,), now)
-        opened.add_metric((plane,), ever)
-        again.add_metric((plane,), replaced)
+        open_now.add((plane,), now)
+        opened.add((plane,), ever)
+        again.add((plane,), replaced)
     yield open_now
     yield opened
     yield again
 
 
-def _store_requests() -> Metric:
-    family = CounterMetricFamily(
-        "dist2_store_requests", "Requests sent to store servers.", labels=("request",)
-    )
+def _store_requests() -> Family:
+    family = Family("dist2_store_requests", "counter", "Requests sent to store servers.", ("request",))
     for request, count in sorted(usage.requests().items()):
-        family.add_metric((request,), count)
+        family.add((request,), count)
     return family
 
 
-def _shared_memory() -> Metric:
-    family = GaugeMetricFamily(
-        "dist2_shared_memory_bytes", "Memory that this process shares with others, as far as touched."
+def _shared_memory() -> Family:
+    family = Family(
+        "dist2_shared_memory_bytes",
+        "gauge",
+        "Memory that this process shares with others, as far as touched.",
     )
-    family.add_metric((), touched_bytes())
+    family.add((), touched_bytes())
     return family
 
 
-def _refused_connections() -> Metric:
-    family = CounterMetricFamily(
+def _refused_connections() -> Family:
+    family = Family(
         "dist2_connections_refused",
+        "counter",
         "Connections that were refused, here or by the other end.",
-        labels=("plane", "reason"),
+        ("plane", "reason"),
     )
     for labels, count in sorted(refusals.counts().items()):
-        family.add_metric(labels, count)
+        family.add(labels, count)
     return family

@@ -35,6 +35,7 @@ from observability.server.performance import Performance, performance_of
 from observability.server.reading_limit import ReadingLimit
 from observability.server.threads import GZIP_LEVEL, Heavy, Together
 from observability.server.views import Views
+from observability.text_format import text_of
 
 DUMPS = "dumps"
 """The folder that dumps are written to if nothing else is said."""
@@ -171,8 +172,9 @@ class _Endpoints:
         return Response(body, headers={"Content-Type": content_type})
 
     def _encode(self, accept: str) -> tuple[bytes, str]:
-        encoder, content_type = choose_encoder(accept)
-        return encoder(self._registry), content_type
+        _, content_type = choose_encoder(accept)
+        text = text_of(self._registry.collect(), content_type.startswith("application/openmetrics-text"))
+        return text.encode(), content_type
 
     async def healthz(self, request: Request) -> Response:
         """200 where nothing failed, though operations may wait; 503, and why, where something did."""
