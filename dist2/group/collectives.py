@@ -43,7 +43,8 @@ _SCATTER = OpKind.SCATTER
 class Collectives(Planning):
     """Operations that every member calls, in the same order.
 
-    Unless said otherwise: tensors live on the group's device and may be non-contiguous, 0-d or empty;
+    Unless said otherwise: tensors live on the group's device and may be non-contiguous, 0-d or empty; an
+    array of numpy, or with ``__dlpack__``, stands for a tensor with its memory;
     all ranks must agree on the operation, the reduction, dtypes, element counts and the root. Outputs may
     share memory with inputs: such an input is read from a copy, unless it is the rank's own part of the
     result, as in ``all_gather_single(whole, whole[rank])``. With ``async_op=False`` (the default) the
@@ -90,7 +91,7 @@ class Collectives(Planning):
         if plan is None:
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.sparse_coo:
                 return all_reduce_sparse(self, tensor, reduction, timeout)
-            check.check_writable(self._check(tensor, "tensor"), "tensor")
+            tensors = (self._check(tensor, "tensor", written=True),)
             plan = self._plan(_ALL_REDUCE, reduction, tensors, tensors, reduction=reduction)
         return self._run(plan, tensors, tensors, async_op, timeout)
 
@@ -119,7 +120,7 @@ class Collectives(Planning):
         reduction = Reduction.of(op)
         plan = self._plans.find(_ALL_REDUCE_COALESCED, reduction, tensors, tensors)
         if plan is None:
-            self._check_written(self._check_list(tensors, "tensors"), "tensors")
+            tensors = self._check_written(self._check_list(tensors, "tensors", written=True), "tensors")
             plan = self._plan(_ALL_REDUCE_COALESCED, reduction, tensors, tensors, reduction=reduction)
         return self._run(plan, tensors, tensors, async_op, timeout)
 
@@ -145,7 +146,8 @@ class Collectives(Planning):
         tensors = (tensor,)
         plan = self._plans.find(_BROADCAST, root, tensors, tensors)
         if plan is None:
-            check.check_writable(self._check(tensor, "tensor"), "tensor")
+            tensor = self._check(tensor, "tensor", written=root != self.info.rank)
+            tensors = (check.check_writable(tensor, "tensor"),)
             plan = self._plan(_BROADCAST, root, tensors, tensors, root=self._check_root(root))
         return self._run(plan, tensors, tensors, async_op, timeout)
 
@@ -180,9 +182,8 @@ class Collectives(Planning):
         plan = self._plans.find(_REDUCE, (reduction, root), (tensor,), outputs)
         if plan is None:
             self._check_root(root)
-            self._check(tensor, "tensor")
-            if outputs:
-                check.check_writable(tensor, "tensor")
+            tensor = self._check(tensor, "tensor", written=bool(outputs))
+            outputs = (tensor,) if outputs else ()
             plan = self._plan(_REDUCE, (reduction, root), (tensor,), outputs, reduction=reduction, root=root)
         return self._run(plan, (tensor,), outputs, async_op, timeout)
 
@@ -210,8 +211,8 @@ class Collectives(Planning):
         """
         plan = self._plans.find(_ALL_GATHER, None, (input,), outputs)
         if plan is None:
-            self._check(input, "input")
-            self._check_parts(outputs, "outputs", input, "input", written=True)
+            input = self._check(input, "input")
+            outputs = self._check_parts(outputs, "outputs", input, "input", written=True)
             check.check_same_numel(input, "input", outputs, "outputs")
             plan = self._plan(_ALL_GATHER, None, (input,), outputs)
         return self._run(plan, (input,), outputs, async_op, timeout)
@@ -241,8 +242,8 @@ class Collectives(Planning):
         """
         plan = self._plans.find(_ALL_GATHER_V, None, (input,), outputs)
         if plan is None:
-            self._check(input, "input")
-            self._check_parts(outputs, "outputs", input, "input", written=True)
+            input = self._check(input, "input")
+            outputs = self._check_parts(outputs, "outputs", input, "input", written=True)
             mine = f"outputs[{self.info.rank}]"
             check.check_same_numel(input, "input", [outputs[self.info.rank]], mine)
             plan = self._plan(_ALL_GATHER_V, None, (input,), outputs)
@@ -272,8 +273,7 @@ class Collectives(Planning):
         """
         plan = self._plans.find(_ALL_GATHER_SINGLE, None, (input,), (output,))
         if plan is None:
-            self._check_whole_and_part(output, "output", input, "input")
-            check.check_writable(output, "output")
+            output, input = self._check_gathered(output, input)
             plan = self._plan(_ALL_GATHER_SINGLE, None, (input,), (output,))
         return self._run(plan, (input,), (output,), async_op, timeout)
 
@@ -301,8 +301,7 @@ class Collectives(Planning):
         """
         plan = self._plans.find(_ALL_GATHER_SINGLE_COALESCED, None, inputs, outputs)
         if plan is None:
-            self._check_pairs(outputs, "outputs", inputs, "inputs")
-            self._check_written(outputs, "outputs")
+            outputs, inputs = self._check_pairs(outputs, inputs, gathers=True)
             plan = self._plan(_ALL_GATHER_SINGLE_COALESCED, None, inputs, outputs)
         return self._run(plan, inputs, outputs, async_op, timeout)
 
@@ -333,8 +332,8 @@ class Collectives(Planning):
         reduction = Reduction.of(op)
         plan = self._plans.find(_REDUCE_SCATTER, reduction, inputs, (output,))
         if plan is None:
-            check.check_writable(self._check(output, "output"), "output")
-            self._check_parts(inputs, "inputs", output, "output")
+            output = self._check(output, "output", written=True)
+            inputs = self._check_parts(inputs, "inputs", output, "output")
             check.check_same_numel(output, "output", inputs, "inputs")
             plan = self._plan(_REDUCE_SCATTER, reduction, inputs, (output,), reduction=reduction)
         return self._run(plan, inputs, (output,), async_op, timeout)
@@ -366,8 +365,8 @@ class Collectives(Planning):
         reduction = Reduction.of(op)
         plan = self._plans.find(_REDUCE_SCATTER_V, reduction, inputs, (output,))
         if plan is None:
-            check.check_writable(self._check(output, "output"), "output")
-            self._check_parts(inputs, "inputs", output, "output")
+            output = self._check(output, "output", written=True)
+            inputs = self._check_parts(inputs, "inputs", output, "output")
             mine = f"inputs[{self.info.rank}]"
             check.check_same_numel(output, "output", [inputs[self.info.rank]], mine)
             plan = self._plan(_REDUCE_SCATTER_V, reduction, inputs, (output,), reduction=reduction)
@@ -400,8 +399,7 @@ class Collectives(Planning):
         reduction = Reduction.of(op)
         plan = self._plans.find(_REDUCE_SCATTER_SINGLE, reduction, (input,), (output,))
         if plan is None:
-            self._check_whole_and_part(input, "input", output, "output")
-            check.check_writable(output, "output")
+            output, input = self._check_scattered(output, input)
             plan = self._plan(_REDUCE_SCATTER_SINGLE, reduction, (input,), (output,), reduction=reduction)
         return self._run(plan, (input,), (output,), async_op, timeout)
 
@@ -432,8 +430,7 @@ class Collectives(Planning):
         reduction = Reduction.of(op)
         plan = self._plans.find(_REDUCE_SCATTER_SINGLE_COALESCED, reduction, inputs, outputs)
         if plan is None:
-            self._check_pairs(inputs, "inputs", outputs, "outputs")
-            self._check_written(outputs, "outputs")
+            outputs, inputs = self._check_pairs(outputs, inputs, gathers=False)
             plan = self._plan(
                 _REDUCE_SCATTER_SINGLE_COALESCED, reduction, inputs, outputs, reduction=reduction
             )
@@ -470,9 +467,9 @@ class Collectives(Planning):
         plan = self._plans.find(_GATHER, root, (input,), outputs)
         if plan is None:
             self._check_root(root)
-            self._check(input, "input")
+            input = self._check(input, "input")
             if self._only_at_root(outputs, "outputs", root):
-                self._check_parts(outputs, "outputs", input, "input", written=True)
+                outputs = self._check_parts(outputs, "outputs", input, "input", written=True)
                 check.check_same_numel(input, "input", outputs, "outputs")
             plan = self._plan(_GATHER, root, (input,), outputs, root=root)
         return self._run(plan, (input,), outputs, async_op, timeout)
@@ -508,9 +505,9 @@ class Collectives(Planning):
         plan = self._plans.find(_SCATTER, root, inputs, (output,))
         if plan is None:
             self._check_root(root)
-            check.check_writable(self._check(output, "output"), "output")
+            output = self._check(output, "output", written=True)
             if self._only_at_root(inputs, "inputs", root):
-                self._check_parts(inputs, "inputs", output, "output")
+                inputs = self._check_parts(inputs, "inputs", output, "output")
                 check.check_same_numel(output, "output", inputs, "inputs")
             plan = self._plan(_SCATTER, root, inputs, (output,), root=root)
         return self._run(plan, inputs, (output,), async_op, timeout)
@@ -540,10 +537,10 @@ class Collectives(Planning):
         """
         plan = self._plans.find(_ALL_TO_ALL, None, inputs, outputs)
         if plan is None:
-            self._check_list(inputs, "inputs")
+            inputs = self._check_list(inputs, "inputs")
             check.check_one_each(inputs, "inputs", self.info.world_size)
             check.check_same_dtype(inputs[0], "inputs[0]", inputs, "inputs")
-            self._check_parts(outputs, "outputs", inputs[0], "inputs[0]", written=True)
+            outputs = self._check_parts(outputs, "outputs", inputs[0], "inputs[0]", written=True)
             mine = self.info.rank
             check.check_same_numel(inputs[mine], f"inputs[{mine}]", [outputs[mine]], f"outputs[{mine}]")
             plan = self._plan(_ALL_TO_ALL, None, inputs, outputs)
@@ -581,6 +578,7 @@ class Collectives(Planning):
         )
         plan = self._plans.find(_ALL_TO_ALL_SINGLE, splits, (input,), (output,))
         if plan is None:
+            input, output = self._check(input, "input"), self._check(output, "output", written=True)
             plan = self._plan_all_to_all_single(output, input, splits)
         return self._run(plan, (input,), (output,), async_op, timeout)
 

@@ -8,6 +8,7 @@ import torch
 
 from dist2.backends.base import split_rows
 from dist2.errors import InvalidUsageError
+from dist2.group.arrays import as_tensor
 from dist2.operation import validation as check
 from dist2.operation.aliasing import check_apart
 from dist2.operation.contract import GroupParts
@@ -33,6 +34,9 @@ class Planning(GroupParts):
         input_splits: tuple[int, ...] | None = None,
         output_splits: tuple[int, ...] | None = None,
     ) -> Plan:
+        plan = self._plans.find(kind, agreed, inputs, outputs)
+        if plan is not None:  # the call named arrays, and these tensors have their memory
+            return plan
         read = tuple(map(TensorMeta.of, inputs))
         signature = Signature(
             kind,
@@ -53,8 +57,6 @@ class Planning(GroupParts):
         splits: tuple[tuple[int, ...], tuple[int, ...]],
     ) -> Plan:
         world_size = self.info.world_size
-        self._check(input, "input")
-        check.check_writable(self._check(output, "output"), "output")
         check.check_dtype(input, "input", output, "output")
         received = check.check_splits(splits[0], "output_splits", output, "output", world_size)
         sent = check.check_splits(splits[1], "input_splits", input, "input", world_size)
@@ -68,12 +70,16 @@ class Planning(GroupParts):
             OpKind.ALL_TO_ALL_SINGLE, splits, (input,), (output,), input_splits=sent, output_splits=received
         )
 
-    # Checks
+    # Checks. Each returns the tensors of an argument: an array is replaced by a tensor with its memory.
 
-    def _check(self, tensor: object, argument: str) -> torch.Tensor:
-        return check.check_tensor(tensor, argument, self._taken_types)
+    def _check(self, tensor: object, argument: str, *, written: bool = False) -> torch.Tensor:
+        checked = check.check_tensor(as_tensor(tensor, argument, written), argument, self._taken_types)
+        return check.check_writable(checked, argument) if written else checked
 
-    def _check_list(self, tensors: object, argument: str) -> Tensors:
+    def _check_list(self, tensors: object, argument: str, *, written: bool = False) -> Tensors:
+        if isinstance(tensors, (list, tuple)) and not all(isinstance(each, torch.Tensor) for each in tensors):
+            named = [(f"{argument}[{index}]", each) for index, each in enumerate(tensors)]
+            tensors = [as_tensor(each, name, written) for name, each in named]
         return check.check_tensors(tensors, argument, self._taken_types)
 
     def _check_root(self, root: object) -> int:
@@ -81,30 +87,41 @@ class Planning(GroupParts):
 
     def _check_parts(
         self, parts: object, argument: str, like: torch.Tensor, name: str, *, written: bool = False
-    ) -> None:
-        tensors = self._check_list(parts, argument)
+    ) -> Tensors:
+        tensors = self._check_list(parts, argument, written=written)
         check.check_one_each(tensors, argument, self.info.world_size)
         check.check_same_dtype(like, name, tensors, argument)
-        if written:
-            self._check_written(tensors, argument)
+        return self._check_written(tensors, argument) if written else tensors
 
-    def _check_written(self, tensors: Tensors, argument: str) -> None:
+    def _check_written(self, tensors: Tensors, argument: str) -> Tensors:
         for index, tensor in enumerate(tensors):
             check.check_writable(tensor, f"{argument}[{index}]")
         check_apart(tensors, argument)
+        return tensors
 
-    def _check_whole_and_part(self, whole: object, name: str, part: object, other: str) -> None:
-        checked_part = self._check(part, other)
-        check.check_concatenation(self._check(whole, name), name, checked_part, other, self.info.world_size)
+    def _check_gathered(self, output: object, input: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return an output that has the parts of all ranks, and this rank's part."""
+        part, whole = self._check(input, "input"), self._check(output, "output", written=True)
+        check.check_concatenation(whole, "output", part, "input", self.info.world_size)
+        return whole, part
 
-    def _check_pairs(self, wholes: object, name: str, parts: object, other: str) -> None:
-        whole_list, part_list = self._check_list(wholes, name), self._check_list(parts, other)
-        if len(whole_list) != len(part_list):
-            raise InvalidUsageError(
-                f"{name} must be as many as {other}, got {len(whole_list)} and {len(part_list)}"
-            )
-        for index, (whole, part) in enumerate(zip(whole_list, part_list, strict=True)):
-            self._check_whole_and_part(whole, f"{name}[{index}]", part, f"{other}[{index}]")
+    def _check_scattered(self, output: object, input: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return an output that gets this rank's part, and the input that has the parts of all ranks."""
+        part, whole = self._check(output, "output", written=True), self._check(input, "input")
+        check.check_concatenation(whole, "input", part, "output", self.info.world_size)
+        return part, whole
+
+    def _check_pairs(self, outputs: object, inputs: object, *, gathers: bool) -> tuple[Tensors, Tensors]:
+        """Return the lists of a coalesced `all_gather_single` or `reduce_scatter_single`."""
+        written, read = self._check_list(outputs, "outputs", written=True), self._check_list(inputs, "inputs")
+        wholes, parts = (written, read) if gathers else (read, written)
+        name, other = ("outputs", "inputs") if gathers else ("inputs", "outputs")
+        if len(wholes) != len(parts):
+            raise InvalidUsageError(f"{name} must be as many as {other}, got {len(wholes)} and {len(parts)}")
+        for index, (whole, part) in enumerate(zip(wholes, parts, strict=True)):
+            place, beside = f"{name}[{index}]", f"{other}[{index}]"
+            check.check_concatenation(whole, place, part, beside, self.info.world_size)
+        return self._check_written(written, "outputs"), read
 
     def _only_at_root(self, tensors: Tensors, argument: str, root: int) -> bool:
         """Whether this is the root, which alone may give a list."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dist2.group.arrays import as_tensor
 from dist2.operation import validation as check
 from dist2.operation.contract import GroupParts
 from dist2.operation.execution import Tensors
@@ -60,6 +61,7 @@ class PointToPoint(GroupParts):
         inputs = (tensor,)
         plan = self._plans.find(_SEND, (dst, tag), inputs, ())
         if plan is None:
+            inputs = (self._as_tensor(tensor, written=False),)
             plan = self._plan_p2p(_SEND, inputs, (), dst, "dst", tag)
         return self._run_p2p(plan, inputs, (), async_op, timeout)
 
@@ -96,6 +98,7 @@ class PointToPoint(GroupParts):
         outputs = (tensor,)
         plan = self._plans.find(_RECV, (src, tag), (), outputs)
         if plan is None:
+            outputs = (self._as_tensor(tensor, written=True),)
             plan = self._plan_p2p(_RECV, (), outputs, src, "src", tag)
         return self._run_p2p(plan, (), outputs, async_op, timeout)
 
@@ -135,16 +138,19 @@ class PointToPoint(GroupParts):
         """
         return self.recv(tensor, src, tag, async_op=True, timeout=timeout)
 
+    def _as_tensor(self, tensor: object, *, written: bool) -> torch.Tensor:
+        checked = check.check_tensor(as_tensor(tensor, "tensor", written), "tensor", self._taken_types)
+        return check.check_writable(checked, "tensor") if written else checked
+
     def _plan_p2p(
         self, kind: OpKind, inputs: Tensors, outputs: Tensors, peer: int | None, argument: str, tag: int
     ) -> Plan:
-        for tensor in (*inputs, *outputs):
-            check.check_tensor(tensor, "tensor", self._taken_types)
+        plan = self._plans.find(kind, (peer, tag), inputs, outputs)
+        if plan is not None:  # the call named an array, and this tensor has its memory
+            return plan
         check_tag(tag)
         if kind is _SEND or peer is not None:
             self._address(peer, argument, tag)
-        for tensor in outputs:
-            check.check_writable(tensor, "tensor")
         signature = Signature(
             kind,
             self.info,

@@ -20,9 +20,7 @@ Tensors = Sequence[torch.Tensor]
 
 def _instead(given: object) -> str:
     """Return the tensor to pass in place of an object, for an error."""
-    if type(given).__module__ == "numpy":
-        return "; use torch.from_numpy(array)"
-    if isinstance(given, (int, float, str, list, tuple, dict)):
+    if isinstance(given, (int, float, str, list, tuple, dict)) or type(given).__module__ == "numpy":
         return "; use torch.tensor(...) for numbers, or a method for objects, such as broadcast_object"
     return ""
 

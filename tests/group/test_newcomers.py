@@ -62,7 +62,7 @@ def test_a_backend_that_cannot_run_is_told_before_a_launcher_is_asked_for(
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (np.ones(2), r"ndarray: .*; use torch.from_numpy\(array\)$"),
+        (np.float32(1), r"float32: .*; use torch.tensor\(...\) for numbers, or .*broadcast_object$"),
         ([1.0], r"(float|list): \[?1.0\]?; use torch.tensor\(...\) for numbers, or .*broadcast_object$"),
         (None, r"NoneType: None$"),
     ],

@@ -1,0 +1,63 @@
+"""Arrays of other libraries as arguments of operations: numpy's, and those with ``__dlpack__``.
+
+An array becomes a tensor that shares its memory, so that results are written in place. The check of a call
+without a cached plan makes it: arrays are never found among the plans, and tensors are not looked at here.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from dist2.errors import InvalidUsageError
+
+_CPU = 1
+"""``kDLCPU`` of DLPack."""
+
+
+def as_tensor(value: object, argument: str, written: bool) -> object:
+    """Return a tensor with the memory of an array; other objects as they are, for validation.
+
+    Args:
+        value: A tensor, an array or any other object.
+        argument: Its name.
+        written: Whether the operation writes to it.
+
+    Raises:
+        InvalidUsageError: It is written to and read-only, or DLPack cannot describe it.
+    """
+    array: Any = value
+    if isinstance(value, torch.Tensor) or not hasattr(type(value), "__dlpack__"):
+        return value
+    name = type(value).__name__
+    if written and not _is_writable(array):
+        raise InvalidUsageError(
+            f"{argument} is a read-only array ({name}), and the operation writes to it: pass a writable one, "
+            f"such as a copy"
+        )
+    try:
+        return _tensor_of(array)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise InvalidUsageError(
+            f"{argument} is an array ({name}) that torch cannot take ({str(error).splitlines()[0]}): pass a "
+            f"copy with positive strides, a dtype of torch and the byte order of this machine"
+        ) from error
+
+
+def _tensor_of(array: Any) -> torch.Tensor:
+    if type(array).__module__ == "numpy":
+        return torch.from_numpy(array if array.flags.writeable else array.copy())  # else torch warns
+    if any(stride < 0 for stride in getattr(array, "strides", None) or ()):
+        raise ValueError("a stride is negative")  # `torch.from_dlpack` ends the process
+    return torch.from_dlpack(array)
+
+
+def _is_writable(array: Any) -> bool:
+    """Whether an array may be written to: by its flag, or by that of numpy's view of it."""
+    if type(array).__module__ != "numpy":
+        if array.__dlpack_device__()[0] != _CPU or not hasattr(type(array), "__array__"):
+            return True  # arrays on devices have no such flag
+        array = import_module("numpy").asarray(array)
+    return bool(array.flags.writeable)
