@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from observability.scrape import Scrape, parse_metrics, read_metrics, slowest_rank
     from observability.server import Server, start
     from observability.server.handlers import register_handler
+    from observability.steps import step, steps_of
     from observability.stragglers import Straggler
     from observability.tracing import record_parts, write_trace
 
@@ -45,6 +46,8 @@ _HOME = {
     "register_handler": "server.handlers",
     "slowest_rank": "scrape",
     "start": "server",
+    "step": "steps",
+    "steps_of": "steps",
     "write_trace": "tracing",
 }
 
@@ -67,6 +70,8 @@ __all__ = [
     "register_handler",
     "slowest_rank",
     "start",
+    "step",
+    "steps_of",
     "write_trace",
 ]
 

@@ -300,6 +300,21 @@ class Metrics:
                     found.setdefault((key.op, key.world_size), records.Counters()).add(counters)
         return found
 
+    def times(self) -> dict[GroupKey, int]:
+        """Return the nanoseconds inside successful operations of each group, without ending a window.
+
+        Examples:
+            >>> observability.Metrics().times()
+            {}
+        """
+        found: Counter[GroupKey] = Counter()
+        with self._lock:
+            self._sort_in()
+            for some in self._series.values():
+                for key, counters in some.items():
+                    found[key.group, key.backend, key.rank] += counters[SUM_NS]
+        return dict(found)
+
     def errors(self) -> dict[ErrorKey, int]:
         """Return how many operations failed, by (op, group, backend, rank, type of error).
 

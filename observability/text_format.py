@@ -118,7 +118,7 @@ def text_of(metrics: Iterable[Metric], openmetrics: bool = False) -> str:
         metrics: As a registry collects them.
         openmetrics: Whether as OpenMetrics has it.
     """
-    parts = []
+    parts: list[str] = []
     for metric in metrics:
         if isinstance(metric, Family):
             parts += metric.lines(openmetrics)

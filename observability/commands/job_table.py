@@ -34,7 +34,7 @@ STYLES = {
 }
 """Of a rank by its state; the most urgent state first, as on the page."""
 ORDER = {state: place for place, state in enumerate(STYLES)}
-COLUMNS = ("rank", "state", "group", "last operation", "in flight", "age", "missing")
+COLUMNS = ("rank", "state", "group", "last operation", "in flight", "age", "missing", "step")
 NUMBERS = ("ops/s", "payload", "bus")
 
 
@@ -73,6 +73,8 @@ class Frame:
             hidden = len(self.job["verdict"]) - SHOWN_VERDICTS
             if hidden > 0:
                 parts.append(_text(f"  and {hidden} more: dist2 why {self.base}"))
+            if self.job.get("slow_step"):
+                parts.append(_banner(f"Slow: {self.job['slow_step']}", "yellow"))
             parts.append(self._ranks(most_rows))
             parts.extend(self._stragglers())
         return Group(*parts)
@@ -94,7 +96,7 @@ class Frame:
         left_out = 0 if most_rows is None else len(rows) - most_rows
         table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
         for name in COLUMNS:
-            right = name in ("rank", "age")
+            right = name in ("rank", "age", "step")
             table.add_column(
                 name, justify="right" if right else "left", no_wrap=True, ratio=None if right else 1
             )
@@ -142,6 +144,7 @@ class Row:
         in_flight: The oldest operation in flight, and the number of others.
         age_s: Its age in seconds; None without an operation in flight.
         missing: The ranks that it waits for.
+        step: The last step: number, time, and share of waiting for others in this group.
         operations: Operations a second; None if there is no earlier answer. So are the next two.
         payload: Payload bytes a second.
         bus: Bytes a second over the bus, as nccl-tests counts them.
@@ -154,6 +157,7 @@ class Row:
     in_flight: str = ""
     age_s: float | None = None
     missing: str = ""
+    step: str = ""
     operations: float | None = None
     payload: float | None = None
     bus: float | None = None
@@ -161,7 +165,16 @@ class Row:
     def cells(self) -> list[RenderableType]:
         """Return the cells of the table."""
         age = "" if self.age_s is None else f"{self.age_s:.1f} s"
-        words = (str(self.rank), self.state, self.group, self.last, self.in_flight, age, self.missing)
+        words = (
+            str(self.rank),
+            self.state,
+            self.group,
+            self.last,
+            self.in_flight,
+            age,
+            self.missing,
+            self.step,
+        )
         operations = "-" if self.operations is None else f"{self.operations:,.0f}"
         return [*map(_text, words), operations, rate_text(self.payload), rate_text(self.bus)]
 
@@ -196,8 +209,18 @@ def _row(each: Document, group: Document, earlier: Document | None, missing: Map
         in_flight="" if oldest is None else f"{oldest['op']} #{oldest['seq']}{others}",
         age_s=None if oldest is None else oldest["age_s"],
         missing="" if oldest is None else missing.get(key_of(oldest, each["rank"]), ""),
+        step=_step(each, group["name"]),
         **_rates(each, group, earlier),
     )
+
+
+def _step(each: Document, group: str) -> str:
+    """Return the last step of a rank in a few characters; empty where its program counts none."""
+    if not each.get("steps"):
+        return ""
+    step = each["steps"][0]["latest"][-1]
+    share = step["groups"].get(group, {"waited_s": 0.0})["waited_s"] / max(step["step_s"], 1e-9)
+    return f"#{step['number']} {time_text(step['step_s'])}, {share:.0%} waiting"
 
 
 def _rates(each: Document, group: Document, earlier: Document | None) -> dict[str, float]:

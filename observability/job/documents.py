@@ -6,12 +6,14 @@ from typing import Any
 
 from observability.job.answer import Answer, Answers, State
 from observability.job.diagnosis import Diagnosis
+from observability.job.steps import slow_step
 
 
 def job_document(answers: Answers, found: Diagnosis, asked_rank: int, took_s: float) -> dict[str, Any]:
     """Return the answer of `/job`."""
     trouble = found.document()
     return {
+        "slow_step": slow_step(answers),
         "world_size": len(answers),
         "asked_rank": asked_rank,
         "answered": sum(answer.state is not None for answer in answers.values()),
@@ -60,6 +62,7 @@ def _row(rank: int, answer: Answer, found: Diagnosis) -> dict[str, Any]:
             | {"last": next(iter(group["recent"]), None), "traffic": group.get("traffic")}
             for uid, group in state["groups"].items()
         ],
+        "steps": state.get("steps", []),
         "in_flight": state["in_flight"],
         "in_flight_count": state["in_flight_count"],
     }

@@ -23,6 +23,7 @@ from observability.job.messages import counts_of
 from observability.job.rank_text import rank_text
 from observability.job.stacks import awaited_of, position
 from observability.metrics import Metrics
+from observability.steps import steps
 
 PROTOCOL = 3
 """Of the data below: control planes of another number say so, and are not read."""
@@ -32,6 +33,8 @@ MAX_GROUPS = 64
 MAX_FAILURES = 3
 WAIT_IN_CPP = frozenset({"torch.autograd", "torch.distributed", "torch.futures"})
 """Packages of torch that wait for operations in C++, where no frame shows it."""
+LATEST_STEPS = 4
+"""Steps of a loop that are sent: ranks may be some steps apart."""
 HISTORY = 64
 """Number of collectives of each group that are sent to the rank that compares all."""
 
@@ -116,6 +119,7 @@ class Witness:
             "epoch_ns": time.time_ns(),
             "main": main,
             "groups": groups,
+            "steps": [each.document(LATEST_STEPS) for each in steps.loops() if rank in (None, each.rank)][:4],
             "in_flight": [
                 {**operation_state(each, now_ns), "idle": _is_idle(each, awaited, main)} for each in told
             ],

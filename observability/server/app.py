@@ -35,6 +35,7 @@ from observability.server.performance import Performance, performance_of
 from observability.server.reading_limit import ReadingLimit
 from observability.server.threads import GZIP_LEVEL, Heavy, Together
 from observability.server.views import Views
+from observability.steps import StepCollector, steps
 from observability.text_format import text_of
 
 DUMPS = "dumps"
@@ -78,6 +79,7 @@ def app_of(
     """
     member = member or Member(metrics, recorder, info, token=token)
     registry = registry_of(metrics)
+    registry.register(StepCollector(steps))
     if member.watch is not None:
         registry.register(WaitingCollector(member.watch, member))
     performance = performance or performance_of(recorder, member, f"http://127.0.0.1:{port}")

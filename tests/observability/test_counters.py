@@ -39,6 +39,7 @@ from observability.metrics import (
     size_label,
 )
 from observability.scrape import DURATIONS, Scrape, parse_metrics
+from observability.steps import StepCollector, Steps
 from observability.straggler_watch import StragglerCollector, StragglerWatch
 
 
@@ -85,7 +86,12 @@ def test_the_document_lists_the_metrics_that_there_are(monkeypatch: pytest.Monke
     monkeypatch.setattr(straggling, "late_s", lambda: {1: 2.5})
     late = StragglerCollector(straggling)
     registry = registry_of(metrics, lambda: [group])  # type: ignore[list-item]
-    collected = (each.collect() for each in (registry, WaitingCollector(watch, member), late))
+    loops = Steps(metrics)
+    begun = loops.begin()
+    group.run()
+    loops.end(begun, "train", 0)
+    collectors = (registry, WaitingCollector(watch, member), late, StepCollector(loops))
+    collected = (each.collect() for each in collectors)
     for family in itertools.chain.from_iterable(collected):
         if family.name.startswith("dist2_"):
             names = sorted({label for sample in family.samples for label in sample.labels} - {"le"})

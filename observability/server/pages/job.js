@@ -44,24 +44,33 @@ function cellOf(rank, groups, late, broken) {
   return { text: group.last ? `✓ ${group.last.op} #${group.last.seq}` : "✓ nothing yet", tone: "good" };
 }
 
+// The last step of a rank: its time, and the shares of operations and of waiting for other ranks.
+function stepOf(rank) {
+  const step = rank.steps?.[0]?.latest.at(-1);
+  if (!step) return "";
+  const percent = part => `${Math.round(100 * part / step.step_s)} %`;
+  return `#${step.number} ${duration(step.step_s)}, ${percent(step.operations_s)} in operations, ${percent(step.waited_s)} waiting`;
+}
+
 // Groups of one split are disjoint: they share a column.
 const columnOf = group => group.name.replace(/\([\d,:\s-]*\)/g, "(…)");
 
 function showGrid(job, works, chosen, choose) {
   const groups = answered(job).flatMap(rank => rank.groups), closed = group => Number(group.state === "closed");
   const names = [...new Set(groups.sort((a, b) => closed(a) - closed(b)).map(columnOf))].slice(0, COLUMNS);
+  const loops = job.ranks.some(rank => rank.steps?.length);
   const broken = brokenGroup(job), late = works.filter(work => work.age_s > OLD_S && !work.p2p);
   const urgency = rank => ["waited for", "broken", "silent", "waiting", "ok"].indexOf(rank.state);  // where not all are on the screen
   const some = job.ranks.length <= MANY ? job.ranks : [...job.ranks].sort((a, b) => urgency(a) - urgency(b) || a.rank - b.rank).slice(0, ROWS);
   $("grid").classList.toggle("dense", job.ranks.length > MANY);
   table("grid", [
     { title: "Rank", header: true }, { title: "State" }, ...names.map(name => ({ title: name, mono: true })),
-    { title: "Main thread", mono: true, wide: true }, { title: "Process", mono: true }, { title: "Clock offset", hint: "Against the asked rank" },
+    ...(loops ? [{ title: "Last step" }] : []), { title: "Main thread", mono: true, wide: true }, { title: "Process", mono: true }, { title: "Clock offset", hint: "Against the asked rank" },
   ], some.map(rank => {
     const [sign, tone] = STATES[rank.state], state = { text: `${sign} ${rank.state}`, tone, spoken: rank.state };
     const button = { text: String(rank.rank), spoken: `Show rank ${rank.rank}`, press: () => choose(rank.rank), pressed: rank.rank === chosen };
-    if (rank.state === "silent") return [button, state, ...names.map(() => "?"), rank.silence, "", ""];
-    return [button, state, ...names.map(name => cellOf(rank, rank.groups.filter(group => columnOf(group) === name), late, broken)), rank.main.place,
+    if (rank.state === "silent") return [button, state, ...names.map(() => "?"), ...(loops ? [""] : []), rank.silence, "", ""];
+    return [button, state, ...names.map(name => cellOf(rank, rank.groups.filter(group => columnOf(group) === name), late, broken)), ...(loops ? [stepOf(rank)] : []), rank.main.place,
       `${rank.host}:${rank.pid}`, `${(rank.clock_offset_s * 1e3).toFixed(2)} ± ${(rank.clock_error_s * 1e3).toFixed(2)} ms`];
   }), "No answer yet.");
   const hidden = job.ranks.length - some.length;
@@ -132,7 +141,7 @@ function judged(job) {
   if (culprits.length) return { sign: "◀", tone: "bad", title: `The job waits for rank ${ranges(culprits)}${fates && `: ${fates}`}`, lines, at };
   if (silent.length) return { sign: "?", tone: "bad", title: `No answer from ${ranks(silent)}${fates && `: ${fates}`}`, lines, at };
   if (lines.length) return { sign: "◷", tone: "warn", title: "Operations wait", lines, at: [] };
-  return { sign: "✓", tone: "good", title: job.world_size === 1 ? "The rank works" : `All ${job.world_size} ranks work`, lines, at: [] };
+  return { sign: "✓", tone: "good", title: job.world_size === 1 ? "The rank works" : `All ${job.world_size} ranks work`, lines: job.slow_step ? [`Slow: ${job.slow_step}`] : [], at: [] };
 }
 
 const ranks = some => `rank${some.length === 1 ? "" : "s"} ${ranges(some.map(rank => rank.rank))}`;

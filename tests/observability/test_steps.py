@@ -1,0 +1,142 @@
+"""Steps of a loop: their parts, the metrics, and the rank that caused a slow one."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from support.fake_groups import FakeGroup, info_of
+from support.ranks import Tenant, run_ranks
+from support.time_limits import in_time
+
+import observability
+import observability.steps
+from dist2 import ProcessGroup
+from observability.client import Asker
+from observability.commands.job_table import Frame
+from observability.job.answer import Answer
+from observability.job.steps import slow_step
+from observability.metrics import Metrics
+from observability.steps import Steps
+
+SHM = Tenant("shm", "socket", {"transport": "shm"})
+SLOW_S = 0.3
+
+
+def state(step_s: float, operations_s: float, waited_s: float, number: int = 9) -> dict[str, Any]:
+    """Return the answer of a rank whose usual step takes 100 ms, of which it waits 10 ms and moves 10 ms."""
+    times = {"step_s": step_s, "operations_s": operations_s, "waited_s": waited_s}
+    groups = {"tp": {"operations_s": operations_s, "waited_s": waited_s}}
+    usual = {"step_s": 0.1, "operations_s": 0.02, "waited_s": 0.01}
+    latest = [{"number": number, "ended_s": 0.0, **times, "groups": groups}]
+    return {"steps": [{"name": "train", "typical": usual, "latest": latest}]}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sentence"),
+    [
+        (
+            [state(1.0, 0.92, 0.91), state(1.0, 0.02, 0.01)],
+            "step 9 took 1.00 s instead of 100 ms: rank 1 computed for 980 ms instead of 80 ms; "
+            "rank 0 waited 910 ms, mostly in group tp",
+        ),
+        (
+            [state(1.0, 0.92, 0.91), state(1.0, 0.92, 0.01)],
+            "step 9 took 1.00 s instead of 100 ms: rank 1 moved data for 910 ms instead of 10 ms; "
+            "rank 0 waited 910 ms, mostly in group tp",
+        ),
+        (
+            [state(1.0, 0.92, 0.8), state(1.0, 0.92, 0.8), state(1.0, 0.92, 0.8)],
+            "step 9 took 1.00 s instead of 100 ms; "
+            "no rank computed or moved data for longer: all waited for each other in turn",
+        ),
+        ([state(0.11, 0.03, 0.02), state(0.11, 0.02, 0.01)], None),
+        ([state(1.0, 0.02, 0.01, 4), state(1.0, 0.02, 0.01, 4)], None),
+        ([state(1.0, 0.02, 0.01, 9), state(1.0, 0.02, 0.01, 8)], None),
+    ],
+)
+def test_a_slow_step_names_the_rank_and_its_part(ranks: list[dict[str, Any]], sentence: str | None) -> None:
+    assert slow_step({rank: Answer(state=state) for rank, state in enumerate(ranks)}) == sentence
+    assert slow_step({0: Answer(silence="it is gone")}) is None
+
+
+@attrs.define(eq=False)
+class Job:
+    """Two ranks that take steps; in the last one, rank 1 computes for longer."""
+
+    asked: threading.Event = attrs.field(factory=threading.Event)
+    answers: dict[str, bytes] = attrs.field(factory=dict)
+
+    def body(self, pg: ProcessGroup) -> None:
+        """Be one rank."""
+        with observability.start(pg) as server:
+            for number in range(8):
+                with observability.step(pg, name="job"):
+                    if number == 7 and pg.rank() == 1:
+                        time.sleep(SLOW_S)  # its computation
+                    pg.all_reduce(torch.ones(2))
+            pg.barrier()
+            if pg.rank() == 0:
+                for path in ("/job", "/metrics"):
+                    self.answers[path] = Asker().ask(f"{server.url}{path}", server.token)
+            pg.barrier()
+
+
+def test_a_job_tells_its_slow_step_everywhere() -> None:
+    job = Job()
+    run_ranks(2, job.body, SHM)
+    told = json.loads(job.answers["/job"])
+    assert "step 8 took" in told["slow_step"]
+    assert "rank 1 computed for" in told["slow_step"]
+    assert "rank 0 waited" in told["slow_step"]
+    (loop,) = told["ranks"][0]["steps"]
+    latest = loop["latest"][-1]
+    assert (loop["name"], latest["number"]) == ("job", 8)
+    assert SLOW_S * 0.5 < latest["waited_s"] <= latest["operations_s"] <= latest["step_s"]
+    metrics = observability.parse_metrics(job.answers["/metrics"].decode())
+    assert metrics.value("dist2_step_duration_seconds_count", loop="job", rank="0") == 8
+    assert metrics.value("dist2_step_peer_wait_seconds_total", loop="job", rank="0") > SLOW_S * 0.5
+    shown = Frame("http://here", told).render()
+    from rich.console import Console
+
+    console = Console(width=240)
+    with console.capture() as captured:
+        console.print(shown)
+    assert "Slow: step 8 took" in captured.get()
+    assert "% waiting" in captured.get()
+
+
+def test_a_step_that_raises_does_not_count_and_another_loop_is_apart() -> None:
+    before = {loop.name for loop in observability.steps.steps.loops()}
+    with pytest.raises(ZeroDivisionError), observability.step(name="raises"):
+        raise ZeroDivisionError
+    with observability.step(name="validate"):
+        pass
+    assert {loop.name for loop in observability.steps.steps.loops()} - before == {"validate"}
+
+
+def test_the_steps_of_an_optimizer_are_counted_until_they_are_not() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    handle = observability.steps_of(optimizer, name="sgd")
+    for _ in range(3):
+        optimizer.step()
+    handle.remove()
+    optimizer.step()
+    (loop,) = [each for each in observability.steps.steps.loops() if each.name == "sgd"]
+    assert loop.latest[-1].number == 3
+
+
+def test_a_step_costs_little() -> None:
+    metrics = Metrics()
+    group = FakeGroup(info_of(), metrics)
+    group.run()
+    steps, number = Steps(metrics), 200
+    began = time.process_time()
+    for _ in range(number):
+        steps.end(steps.begin(), "train", 0)
+    in_time((time.process_time() - began) / number, 200e-6)
