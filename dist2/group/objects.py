@@ -8,12 +8,13 @@ usable.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from dist2.errors import InvalidUsageError, WireError
+from dist2.errors import Dist2Error, InvalidUsageError, WireError
 from dist2.group.collectives import Collectives
 from dist2.group.point_to_point import PointToPoint
 from dist2.group.serialization import decode, encode, refusal
@@ -30,6 +31,9 @@ class ObjectCollectives(Collectives, PointToPoint):
     ``allow_pickle`` must be equal on all ranks. Unpickling executes code that the sender chose: use it only
     where every rank is trusted. Without it, decoding can only make plain data.
     """
+
+    _refuse: Callable[[BaseException], None]
+    """Revokes the group because of an error that the other ranks cannot see."""
 
     def all_gather_object(
         self, obj: object, *, allow_pickle: bool = False, timeout: Timeout = None
@@ -51,9 +55,10 @@ class ObjectCollectives(Collectives, PointToPoint):
             [{'rank': 0}, {'rank': 1}]
         """
         mine, refused = _encoded(obj, allow_pickle)
-        sizes = self._all_sizes(mine, timeout)
-        buffers = [_buffer(size) for size in sizes]
-        self.all_gather_v(buffers, mine, timeout=timeout)
+        with self._in_one():
+            sizes = self._all_sizes(mine, timeout)
+            buffers = [_buffer(size) for size in sizes]
+            self.all_gather_v(buffers, mine, timeout=timeout)
         if refused is not None:
             raise refused
         return [self._decoded(each, rank, allow_pickle) for rank, each in enumerate(buffers)]
@@ -79,10 +84,11 @@ class ObjectCollectives(Collectives, PointToPoint):
         """
         at_root = check_rank(root, "root", self.info.world_size) == self.info.rank
         mine, refused = _encoded(obj, allow_pickle)
-        sizes = self._all_sizes(mine, timeout)
-        longest = max(sizes)
-        buffers = [_buffer(longest) for _ in sizes] if at_root else None
-        self.gather(buffers, _padded(mine, longest), root, timeout=timeout)
+        with self._in_one():
+            sizes = self._all_sizes(mine, timeout)
+            longest = max(sizes)
+            buffers = [_buffer(longest) for _ in sizes] if at_root else None
+            self.gather(buffers, _padded(mine, longest), root, timeout=timeout)
         if refused is not None:
             raise refused
         if buffers is None:
@@ -111,9 +117,10 @@ class ObjectCollectives(Collectives, PointToPoint):
         at_root = check_rank(root, "root", self.info.world_size) == self.info.rank
         mine, refused = _encoded(obj, allow_pickle) if at_root else (_buffer(0), None)
         size = torch.tensor([mine.numel()])
-        self.broadcast(size, root, timeout=timeout)
-        content = mine if at_root else _buffer(int(size))
-        self.broadcast(content, root, timeout=timeout)
+        with self._in_one():
+            self.broadcast(size, root, timeout=timeout)
+            content = mine if at_root else _buffer(int(size))
+            self.broadcast(content, root, timeout=timeout)
         if refused is not None:
             raise refused
         return obj if at_root else self._decoded(content, root, allow_pickle)
@@ -147,11 +154,12 @@ class ObjectCollectives(Collectives, PointToPoint):
         given = self._one_a_rank(objects) if at_root else []
         encoded = [_encoded(obj, allow_pickle) for obj in given]
         sizes = torch.tensor([part.numel() for part, _ in encoded] or [0] * self.info.world_size)
-        self.broadcast(sizes, root, timeout=timeout)
-        longest, size = int(sizes.max()), int(sizes[self.info.rank])
-        buffer = _buffer(longest)
-        parts = [_padded(part, longest) for part, _ in encoded] if at_root else None
-        self.scatter(buffer, parts, root, timeout=timeout)
+        with self._in_one():
+            self.broadcast(sizes, root, timeout=timeout)
+            longest, size = int(sizes.max()), int(sizes[self.info.rank])
+            buffer = _buffer(longest)
+            parts = [_padded(part, longest) for part, _ in encoded] if at_root else None
+            self.scatter(buffer, parts, root, timeout=timeout)
         for _, refused in encoded:
             if refused is not None:
                 raise refused
@@ -179,8 +187,9 @@ class ObjectCollectives(Collectives, PointToPoint):
             ...     pg.recv_object(src=0)
         """
         content = _tensor_of(encode(obj, allow_pickle=allow_pickle))
-        self.send(torch.tensor([content.numel()]), dst, tag, timeout=timeout)
-        self.send(content, dst, tag, timeout=timeout)
+        with self._in_one():
+            self.send(torch.tensor([content.numel()]), dst, tag, timeout=timeout)
+            self.send(content, dst, tag, timeout=timeout)
 
     def recv_object(
         self,
@@ -208,10 +217,26 @@ class ObjectCollectives(Collectives, PointToPoint):
             ...     obj, source = pg.recv_object()  # ({'step': 7}, 0)
         """
         size = torch.empty(1, dtype=torch.int64)
-        source = self.recv(size, src, tag, timeout=timeout).source_rank()
-        content = _buffer(_checked(int(size), source, self.info))
-        self.recv(content, source, tag, timeout=timeout)
+        with self._in_one():
+            source = self.recv(size, src, tag, timeout=timeout).source_rank()
+            content = _buffer(_checked(int(size), source, self.info))
+            self.recv(content, source, tag, timeout=timeout)
         return self._decoded(content, source, allow_pickle), source
+
+    @contextmanager
+    def _in_one(self) -> Iterator[None]:
+        """Make the two steps one operation for the others: they wait in the second one.
+
+        An exception between the steps, such as a lack of memory for the buffers or one that a signal handler
+        raised, breaks the group, as in an operation.
+        """
+        try:
+            yield
+        except Dist2Error:
+            raise  # the others have it, or its own
+        except BaseException as error:
+            self._refuse(error)
+            raise
 
     def _decoded(self, content: Tensor, source: int, allow_pickle: bool) -> Any:
         # Straight from memory: torch needs numpy for anything else, and dist2 does not depend on it.
@@ -236,12 +261,14 @@ class ObjectCollectives(Collectives, PointToPoint):
 # Objects and bytes
 
 
-def _encoded(obj: object, allow_pickle: bool) -> tuple[Tensor, InvalidUsageError | None]:
+def _encoded(obj: object, allow_pickle: bool) -> tuple[Tensor, Exception | None]:
     """Return the bytes of an object and None; if that fails, the bytes of a refusal and the error."""
     try:
         return _tensor_of(encode(obj, allow_pickle=allow_pickle)), None
     except InvalidUsageError as error:
         return _tensor_of(refusal(error)), error
+    except MemoryError as error:
+        return _tensor_of(refusal(InvalidUsageError("its rank lacks the memory to encode it"))), error
 
 
 def _tensor_of(data: bytes) -> Tensor:

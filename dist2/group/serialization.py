@@ -86,8 +86,10 @@ def encode(obj: object, *, allow_pickle: bool = False) -> bytes:
 def _pickled(obj: object) -> bytes:
     try:
         return pickle.dumps(obj)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:  # depends on the object's parts
-        raise InvalidUsageError(f"obj cannot be pickled: {error}") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # a user's `__reduce__` may raise anything
+        raise InvalidUsageError(f"obj cannot be pickled: {error!r}") from error
 
 
 def refusal(error: Exception) -> bytes:
