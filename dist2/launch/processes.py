@@ -118,12 +118,11 @@ class _Rank:
         variables = {**rank_environment(rank, count, port), "PYTHONUNBUFFERED": "1"}
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM.format(path=sys.path), str(theirs.fileno())],
+                [sys.executable, "-c", _PROGRAM.format(path=sys.path)],
                 env=child_environment(variables),
-                stdin=subprocess.DEVNULL,
+                stdin=theirs.fileno(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
         self.connection = Connection(ours.detach())

@@ -1,11 +1,10 @@
-"""A rank that `dist2.launch.local` starts; its argument is the descriptor of a socket."""
+"""A rank that `dist2.launch.local` starts; its standard input is the socket to its caller."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import signal
-import sys
 import threading
 import traceback
 from multiprocessing.connection import Connection
@@ -15,9 +14,9 @@ from typing import Any
 
 def main() -> None:
     """Call the function that comes over a socket; send its result or its exception back."""
-    descriptor = int(sys.argv[1])
-    os.set_inheritable(descriptor, False)
-    connection = Connection(descriptor)
+    connection = Connection(os.dup(0))
+    with open(os.devnull) as nothing:  # noqa: PTH123 - a program that reads its input finds none
+        os.dup2(nothing.fileno(), 0)
     call = connection.recv_bytes()
     threading.Thread(target=_end_with_caller, args=(connection,), daemon=True).start()
     try:

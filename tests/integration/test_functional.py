@@ -13,6 +13,9 @@ import torch.distributed.nn.functional
 from support.processes import Crew
 from support.training import WORLD, compiling, quiet
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._functorch.partitioners import default_partition
 
 import dist2
 from dist2 import ProcessGroup, ReduceOp, functional
@@ -61,13 +64,18 @@ def forward_and_backward(function: Callable[[torch.Tensor], torch.Tensor], rank:
     return [y.detach(), x.grad]
 
 
+def _aot_eager() -> Any:
+    """Return torch's backend ``aot_eager`` without the import of torch's Inductor, which takes seconds."""
+    return aot_autograd(fw_compiler=boxed_nop, partition_fn=default_partition)
+
+
 def _compiled(pg: ProcessGroup) -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         return torch.cat([case(x * 2, pg).flatten() for case in TRACED.values()]) + 1
 
     with quiet(), compiling():
         expected = forward_and_backward(step, pg.rank())
-        compiled: Any = torch.compile(step, backend="aot_eager", fullgraph=True)
+        compiled: Any = torch.compile(step, backend=_aot_eager(), fullgraph=True)
         for _ in range(2):
             torch.testing.assert_close(forward_and_backward(compiled, pg.rank()), expected)
         torch._dynamo.reset()

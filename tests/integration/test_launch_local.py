@@ -1,21 +1,23 @@
-"""`dist2.launch.local` as newcomers call it: in a program without a guard of ``__main__``, from stdin."""
+"""`dist2.launch.local` as newcomers call it: in a program without a guard of ``__main__``."""
 
 from __future__ import annotations
 
 import os
 import select
 import signal
-import subprocess
 import sys
 import threading
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
-from support.programs import ROOT, environment, processes_with
+from support.programs import start
+from support.warm_interpreter import CHILDREN, warm_executable, warm_python
 
 from dist2 import InvalidUsageError, launch
 
 CALLS = """
-import os, subprocess, sys, time
+import os
 import torch, dist2
 
 def total(x):
@@ -30,69 +32,75 @@ print(dist2.launch.local(total, 2, 10.0))
 def fails():
     if os.environ["RANK"] == "1":
         raise KeyError("so")
-    subprocess.Popen(["sleep", "987654"])
     os._exit(3)
 
 try:
     dist2.launch.local(fails, 2)
 except dist2.RanksFailedError as error:
     print([f"{rank}: {error.errors[rank]!r}" for rank in (0, 1)], error.__cause__ in error.errors.values())
-    print('File "<stdin>", line 16, in fails' in str(error), "rank 0: RuntimeError: the p" in str(error))
+    print('File "<string>", line 16, in fails' in str(error), "rank 0: RuntimeError: the p" in str(error))
 """
 STAYS = """
-import os, time
+import os, subprocess, sys, time
 import dist2
 
-dist2.launch.local(lambda: print("pid", os.getpid()) or time.sleep(100), 1)
+def stays():
+    child = subprocess.Popen(["sleep", "100"])
+    print("pids", os.getpid(), child.pid, repr(sys.stdin.read()), flush=True)
+    time.sleep(100)
+
+dist2.launch.local(stays, 1)
 """
 
 
-@pytest.mark.timeout(150)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_program_calls_a_function_on_ranks(number: signal.Signals) -> None:
-    """In the end the program is interrupted, or killed: then no rank is left."""
-    process = subprocess.Popen(
-        [sys.executable, "-"],
-        cwd=ROOT,
-        env=environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None
+def ended_after(number: signal.Signals, *command: str | Path) -> tuple[list[str], list[bool], str]:
+    """Run a program that ends in `STAYS`, and send it a signal there.
+
+    Returns:
+        The lines before; whether the rank and the process that it had started ended; and the errors.
+    """
+    process = start(command, DIST2_INCIDENTS="0")
     assert process.stdout is not None
-    killer = threading.Timer(140, process.kill)
+    killer = threading.Timer(45, process.kill)
     killer.start()
     try:
-        process.stdin.write(f"{CALLS if number == signal.SIGINT else ''}{STAYS}")
-        process.stdin.close()
-        process.stdin = None
         lines: list[str] = []
-        while line := process.stdout.readline():
-            if line.startswith("[0] pid"):
-                break
+        while (line := process.stdout.readline()) and not line.startswith("[0] pids"):
             lines.append(line.rstrip())
-        end = os.pidfd_open(int(line.split()[-1]))
+        assert line.endswith(" ''\n"), f"{line}{process.stderr.read()}"
+        ends = [os.pidfd_open(int(pid)) for pid in line.split()[2:4]]
         process.send_signal(number)
         _, errors = process.communicate()
-        ended = select.select([end], [], [], 20)[0]
-        os.close(end)
     finally:
         killer.cancel()
         killer.join()
         process.kill()
-    assert ended
-    assert not processes_with("dist2.launch.worker")
-    if number == signal.SIGINT:
-        assert errors.rstrip().endswith("KeyboardInterrupt")
-        assert sorted(lines[:2]) == ["[0] rank 0 has 21.0", "[1] rank 1 has 21.0"]
-        assert lines[2:] == [
-            "[tensor([21.]), tensor([21.])]",
-            "[\"0: RuntimeError('the process exited with code 3')\", \"1: KeyError('so')\"] True",
-            "True True",
-        ]
-        assert not processes_with("987654"), "a process that a rank has started"
+    ended = []
+    for end, limit_s in zip(ends, (10, 10 if number == signal.SIGINT else 0), strict=True):
+        ended.append(bool(select.select([end], [], [], limit_s)[0]))
+    for end in ends:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(end, signal.SIGKILL)
+        os.close(end)
+    return lines, ended, errors
+
+
+def test_a_program_calls_functions_on_ranks_and_is_killed() -> None:
+    warm_executable()
+    lines, ended, _ = ended_after(signal.SIGKILL, *warm_python(), CHILDREN, "-c", CALLS + STAYS)
+    assert ended[0]
+    assert sorted(lines[:2]) == ["[0] rank 0 has 21.0", "[1] rank 1 has 21.0"]
+    assert lines[2:] == [
+        "[tensor([21.]), tensor([21.])]",
+        "[\"0: RuntimeError('the process exited with code 3')\", \"1: KeyError('so')\"] True",
+        "True True",
+    ]
+
+
+def test_ctrl_c_ends_ranks_and_the_processes_that_they_started() -> None:
+    _, ended, errors = ended_after(signal.SIGINT, *warm_python(), "-c", STAYS)
+    assert ended == [True, True]
+    assert errors.rstrip().endswith("KeyboardInterrupt")
 
 
 def test_wrong_arguments_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
