@@ -27,6 +27,7 @@ C_COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 WORD = re.compile(r"\w+")
 OF_OTHERS = {"AsyncCollectiveTensor", "DeviceMesh", "SSLSocket", "histogram_quantile", "vectorcall"}
 """Names in the source that belong to other projects, and that it does not call."""
+RECIPE = re.compile(r"From `(examples/\w+\.py)`:\n\n```py\n(.*?)```", re.DOTALL)
 PYTHON_BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
@@ -204,7 +205,8 @@ def test_the_document_lists_every_environment_variable_with_its_default() -> Non
 @pytest.mark.torchrun
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("document", "count"), [("README.md", 3), ("docs/quickstart.md", 6), ("docs/migrating.md", 3)]
+    ("document", "count"),
+    [("README.md", 3), ("docs/quickstart.md", 6), ("docs/migrating.md", 3), ("docs/cheatsheet.md", 1)],
 )
 def test_the_programs_in_a_document_run(document: str, count: int, tmp_path: Path) -> None:
     blocks = PYTHON_BLOCK.findall((ROOT / document).read_text())
@@ -216,6 +218,17 @@ def test_the_programs_in_a_document_run(document: str, count: int, tmp_path: Pat
     assert ended.code == 0, ended
     assert ended.output.count("all ran") == 2, ended
     assert all(count_of_prints(block) for block in blocks)
+
+
+def test_the_cookbook_is_cut_from_examples() -> None:
+    text = (ROOT / "docs" / "cookbook.md").read_text()
+    recipes = RECIPE.findall(text)
+    assert len(recipes) == text.count("\n## ")
+    for example, block in recipes:
+        lines = [line.strip() for line in (ROOT / example).read_text().splitlines()]
+        wanted = [line.strip() for line in block.splitlines()]
+        places = range(len(lines) - len(wanted) + 1)
+        assert any(lines[at : at + len(wanted)] == wanted for at in places), block
 
 
 def count_of_prints(block: str) -> int:

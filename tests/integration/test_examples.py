@@ -1,13 +1,15 @@
 """Every example runs as two ranks under torchrun, and alone if it supports that, and prints that its check
-held."""
+held. The notebook runs cell by cell."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from support.notebook import code_cells
 from support.programs import ROOT, Ended, run, torchrun
-from support.warm_interpreter import warm_python
+from support.warm_interpreter import CHILDREN, warm_executable, warm_python
 
 APART = {"survive.py"}
 """Examples that start their own ranks, and have a test of their own."""
@@ -39,3 +41,18 @@ def test_two_ranks(example: Path, tmp_path: Path) -> None:
     assert ended.code == 0, ended
     assert example.name != "legacy_drop_in.py" or "ok: 2 ranks, backend 'socket'" in ended.output
     assert ok_lines(ended), ended
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_the_tutorial_prints_what_it_shows() -> None:
+    notebook, program = ROOT / "examples" / "tutorial.ipynb", ROOT / "tests" / "support" / "notebook.py"
+    warm_executable()
+    ended = run(
+        [*warm_python(), CHILDREN, program, notebook], timeout_s=120.0, variables={"DIST2_INCIDENTS": "0"}
+    )
+    assert ended.code == 0, ended
+    printed = [json.loads(line) for line in ended.output.splitlines()]
+    shown = [output for _, output in code_cells(notebook)]
+    assert all(shown)
+    assert printed == shown
