@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.fx import has_side_effect
 from torch.library import custom_op
 
 from dist2.functional.handles import group_of, reduction_of, size_of
@@ -133,6 +134,10 @@ def sendrecv(x: torch.Tensor, dst: int, src: int, tag: int, group: str) -> torch
     sending.wait()
     return out
 
+
+# Most programs ignore its result, and a graph must keep it. The others return a result to use; torch refuses
+# activation checkpointing of graphs with operators of this kind.
+has_side_effect(torch.ops.dist2.send.default)
 
 for _each in (all_reduce, reduce, broadcast, recv, sendrecv):
     _each.register_fake(_same_shape(_each._name))

@@ -86,6 +86,27 @@ def test_a_compiled_function_with_all_of_them_is_one_graph(run: Run) -> None:
     run(_compiled)
 
 
+def _unused_send(pg: ProcessGroup) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if pg.rank() == 0:
+            functional.send(x * 2, pg, 1)
+            return x + 1
+        return functional.recv(x.detach(), pg, 0) + x
+
+    with quiet(), compiling():
+        compiled: Any = torch.compile(step, backend=_aot_eager(), fullgraph=True)
+        for requires_grad in (False, True):
+            y = compiled(torch.ones(2, requires_grad=requires_grad))
+            assert y.tolist() == [pg.rank() + 2.0] * 2
+            if requires_grad:
+                y.sum().backward()
+        torch._dynamo.reset()
+
+
+def test_a_compiled_send_sends_even_if_its_result_is_unused(run: Run) -> None:
+    run(_unused_send)
+
+
 class Layer(nn.Module):
     """Uses each function that has the same shapes on both ranks."""
 
