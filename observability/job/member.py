@@ -278,7 +278,9 @@ class Member:
         answers = self.everyone(limit_s, traffic=True)
         took_s = time.monotonic() - began
         after_s = WAITING_S if self.watch is None else self.watch.after_s
-        return job_document(answers, diagnose(answers, after_s), self.rank, took_s)
+        info = self.info()
+        document = job_document(answers, diagnose(answers, after_s), self.rank, took_s)
+        return {"name": None if info is None else info.name, **document}
 
     def stacks(self, wanted: int | None = None, limit_s: float = RANK_S) -> list[dict[str, Any]]:
         """Return the Python threads of all ranks, or of one; of a silent rank, its state in the kernel."""

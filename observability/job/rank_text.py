@@ -31,8 +31,13 @@ def ranks_of(text: str) -> list[int]:
 
 
 def named(ranks: Sequence[int], most: int = 8) -> str:
-    """Return ranks in words: ``rank 2``, ``ranks 0, 1, 3``, ``ranks 0-99``; at most so many parts."""
-    parts = rank_text(ranks).split(",")
+    """Return ranks in words: ``rank 2``, ``ranks 0, 1, 3``, ``ranks 0-96 in steps of 8``.
+
+    Args:
+        ranks: The ranks, in their order.
+        most: Number of parts at most.
+    """
+    parts = [part.replace(":", " in steps of ") for part in rank_text(ranks).split(",")]
     more = f" and {len(parts) - most} more" if len(parts) > most else ""
     return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(parts[:most])}{more}"
 

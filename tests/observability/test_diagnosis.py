@@ -291,7 +291,7 @@ def test_regular_sets_of_ranks_are_short() -> None:
     assert rank_text(range(0, 64, 8)) == "0-56:8"
     assert rank_text([3, 1, 2]) == "3,1,2"
     assert named([2]) == "rank 2"
-    assert named(range(0, 100, 3), 2) == "ranks 0-99:3"
+    assert named(range(0, 100, 3), 2) == "ranks 0-99 in steps of 3"
 
 
 # Answers of other ranks

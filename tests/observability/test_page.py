@@ -6,13 +6,15 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import attrs
 import pytest
 import torch
 from support import debian
+from support.large_jobs import job_of
 from support.ranks import Tenant, run_ranks
 
 import observability
@@ -20,7 +22,7 @@ from dist2 import Dist2Error, ProcessGroup, ReduceOp
 from observability import server as control_plane
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Page, Route
 
 sync_api = pytest.importorskip("playwright.sync_api")
 INPROC = Tenant("inproc", "socket", {"transport": "inproc"})
@@ -104,6 +106,20 @@ TWO_CULPRITS = """async () => {
 }"""
 
 
+PAGES = Path(control_plane.__file__).parent / "pages"
+SUMMARY = {
+    "identity": {"rank": 0, "host": "node-000", "pid": 4000, "version": "0.1.0"},
+    "now_s": 1.0,
+    "health": {"ok": True, "status": "ok"},
+    "groups": [],
+    "operations": [],
+    "in_flight": [],
+    "in_flight_count": 0,
+    "failures": [],
+}
+LATE = {"group": "world", "late_s": 0.004, "share": 0.01, "operations": 10}
+
+
 @attrs.define(eq=False)
 class Job:
     """Ranks that work until the test says otherwise; then rank 1 stays away from two operations."""
@@ -172,6 +188,38 @@ def running() -> Iterator[Job]:
     finally:
         job.release()
         ranks.join(20)
+
+
+def answer(route: Route, job: dict[str, Any]) -> None:
+    """Answer a request of the page: with a job that is not there, or a file of the page."""
+    path = urlsplit(route.request.url).path.lstrip("/") or "index.html"
+    answers = {
+        "page-token": {"token": "t"},
+        "job": job,
+        "summary": SUMMARY,
+        "stragglers": {"stragglers": [], "ranking": [{**LATE, "rank": rank} for rank in range(2)]},
+    }
+    if (PAGES / path).is_file():
+        kinds = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+        route.fulfill(body=(PAGES / path).read_text(), content_type=kinds[Path(path).suffix])
+    elif path in answers:
+        route.fulfill(json=answers[path])
+    else:
+        route.fulfill(status=404, json={"reason": "it is not there"})
+
+
+@contextmanager
+def browsing_job(program: str, world_size: int, state: str) -> Iterator[Page]:
+    """Open the page of a large job that is not there."""
+    job = job_of(world_size, state)
+    with sync_api.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1200, "height": 900})
+        page.set_default_timeout(20_000)
+        page.route("**/*", lambda route: answer(route, job))
+        page.goto("http://job.test/#token=t")
+        yield page
+        browser.close()
 
 
 @contextmanager
@@ -255,7 +303,7 @@ def check_hang(page: Page) -> None:
     see(page, "#stacks-text", "test_page.py")
     see(page, "#process-title", "One rank")
     assert page.locator("#rank").input_value() == "1"
-    assert page.evaluate(TWO_CULPRITS) == "◀ The job waits for rank 1, 2: rank 2 was killed by SIGSEGV"
+    assert page.evaluate(TWO_CULPRITS) == "◀ The job waits for ranks 1, 2: rank 2 was killed by SIGSEGV"
     assert page.evaluate(FIRST_OF_MANY) == "Show rank 18", (
         "of many ranks, the culprit is not below the screen"
     )
@@ -306,3 +354,36 @@ def test_the_page_shows_a_run_a_hang_and_its_end(browser: str, monkeypatch: pyte
         assert job.gone.wait(20)
         see(page, "#lost", "Connection lost")
         assert page.evaluate("document.body.className") == "stale"
+
+
+def test_thousands_of_ranks_fit_on_the_page(browser: str) -> None:
+    with browsing_job(browser, 2048, "hang") as page:
+        see(page, "#state-title", "The job waits for ranks 5, 29")
+        assert page.title() == "⚠ training: The job waits for ranks 5, 29"
+        sync_api.expect(page.locator("#hosts i")).to_have_count(2048)
+        assert page.locator("#hosts i.waited-for").count() == 2
+        assert page.locator("#grid thead th").all_inner_texts()[2:6] == ["tp-*", "pp-*", "dp-*", "world"]
+        rows = page.locator("#grid tbody tr:not(.pad)")
+        assert rows.first.locator("button").get_attribute("aria-label") == "Show rank 5"
+        assert rows.count() < 100, "rows beyond the screen exist"
+        page.evaluate("document.querySelector('#grid').parentElement.scrollTop = 1e9")
+        see(page, "#grid tbody", "node-255:6047")
+        assert rows.count() < 100
+        page.select_option("#shade", "wait")
+        see(page, "#map-scale", "0 % (light) to 37 % (dark)")
+        page.select_option("#shade", "late")
+        see(page, "#map-scale", "4.00 ms (light)")
+        page.locator("#hosts i[data-rank='21']").click()
+        see(page, "#charts-title", "of rank 21")
+        check_accessible(page)
+
+
+def test_the_headline_says_how_a_process_died_and_the_page_of_another_rank_is_offered(browser: str) -> None:
+    with browsing_job(browser, 64, "dead") as page:
+        see(page, "#state-title", "The job waits for rank 21: rank 21 was killed by SIGKILL")
+        page.unroute("**/*")
+        page.route("**/*", lambda route: route.abort())
+        see(page, "#lost", "Connection lost")
+        link = page.get_by_role("link", name="Page of rank 1", exact=True)
+        assert link.get_attribute("href") == "http://127.0.0.1:20001/#token=t"
+        assert page.get_by_role("link", name="Page of rank 0", exact=True).count() == 0

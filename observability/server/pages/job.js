@@ -1,9 +1,10 @@
 // The whole job: the banner with the culprit, ranks x groups, operations in flight, errors.
 
 import { duration, plural, ranges, ranksOf } from "./format.js";
+import { showHeat } from "./heat.js";
 import { $, list, setText, table } from "./table.js";
 
-const ROWS = 128, MANY = 16, COLUMNS = 16, OLD_S = 1;
+const ROWS = 128, MANY = 16, COLUMNS = 16, LARGE = 32, CROWDED = 512, OLD_S = 1;
 const STATES = {
   ok: ["✓", "good"], waiting: ["◷", "warn"], "waited for": ["◀", "bad"], broken: ["✕", "bad"], silent: ["?", "bad"],
 };
@@ -52,29 +53,45 @@ function stepOf(rank) {
   return `#${step.number} ${duration(step.step_s)}, ${percent(step.operations_s)} in operations, ${percent(step.waited_s)} waiting`;
 }
 
-// Groups of one split are disjoint: they share a column.
-const columnOf = group => group.name.replace(/\([\d,:\s-]*\)/g, "(…)");
+// Groups of one dimension share a column, such as tp-0 and tp-1: their names differ in numbers, and they are disjoint.
+function columnsOf(job) {
+  const merged = name => name.replace(/\([\d,:\s-]*\)/g, "(…)"), wild = name => merged(name).replace(/\d+/g, "*");
+  const members = new Map();  // by the name with numbers left out: the names, and those in which a rank is twice
+  for (const rank of answered(job)) {
+    const mine = new Set();
+    for (const name of new Set(rank.groups.filter(group => group.state !== "closed").map(group => merged(group.name)))) {
+      const known = members.get(wild(name)) ?? { names: new Set(), overlap: false };
+      known.names.add(name);
+      known.overlap ||= mine.has(wild(name));
+      mine.add(wild(name));
+      members.set(wild(name), known);
+    }
+  }
+  const together = ({ names, overlap } = { names: new Set() }) => names.size > 1 && !overlap;
+  return group => together(members.get(wild(group.name))) ? wild(group.name) : merged(group.name);
+}
 
 function showGrid(job, works, chosen, choose) {
-  const groups = answered(job).flatMap(rank => rank.groups), closed = group => Number(group.state === "closed");
-  const names = [...new Set(groups.sort((a, b) => closed(a) - closed(b)).map(columnOf))].slice(0, COLUMNS);
+  const columnOf = columnsOf(job), groups = answered(job).flatMap(rank => rank.groups);
   const loops = job.ranks.some(rank => rank.steps?.length);
   const broken = brokenGroup(job), late = works.filter(work => work.age_s > OLD_S && !work.p2p);
+  const troubled = new Set(late.map(work => work.uid).concat(broken ? [broken.uid] : []));
+  const place = group => group.state === "closed" ? 2 : Number(!troubled.has(group.uid) && group.state !== "broken");  // in trouble first
+  const names = [...new Set(groups.sort((a, b) => place(a) - place(b)).map(columnOf))].slice(0, COLUMNS);
   const urgency = rank => ["waited for", "broken", "silent", "waiting", "ok"].indexOf(rank.state);  // where not all are on the screen
-  const some = job.ranks.length <= MANY ? job.ranks : [...job.ranks].sort((a, b) => urgency(a) - urgency(b) || a.rank - b.rank).slice(0, ROWS);
+  const some = job.ranks.length <= MANY ? job.ranks : [...job.ranks].sort((a, b) => urgency(a) - urgency(b) || a.rank - b.rank);
   $("grid").classList.toggle("dense", job.ranks.length > MANY);
   table("grid", [
     { title: "Rank", header: true }, { title: "State" }, ...names.map(name => ({ title: name, mono: true })),
     ...(loops ? [{ title: "Last step" }] : []), { title: "Main thread", mono: true, wide: true }, { title: "Process", mono: true }, { title: "Clock offset", hint: "Against the asked rank" },
-  ], some.map(rank => {
+  ], some.map(rank => () => {
     const [sign, tone] = STATES[rank.state], state = { text: `${sign} ${rank.state}`, tone, spoken: rank.state };
     const button = { text: String(rank.rank), spoken: `Show rank ${rank.rank}`, press: () => choose(rank.rank), pressed: rank.rank === chosen };
     if (rank.state === "silent") return [button, state, ...names.map(() => "?"), ...(loops ? [""] : []), rank.silence, "", ""];
     return [button, state, ...names.map(name => cellOf(rank, rank.groups.filter(group => columnOf(group) === name), late, broken)), ...(loops ? [stepOf(rank)] : []), rank.main.place,
       `${rank.host}:${rank.pid}`, `${(rank.clock_offset_s * 1e3).toFixed(2)} ± ${(rank.clock_error_s * 1e3).toFixed(2)} ms`];
   }), "No answer yet.");
-  const hidden = job.ranks.length - some.length;
-  setText($("ranks-note"), `${job.answered} of ${plural(job.world_size, "rank")} answered within ${duration(job.took_s)}` + (hidden > 0 ? `; ${hidden} more without trouble in /job` : ""));
+  setText($("ranks-note"), `${job.answered} of ${plural(job.world_size, "rank")} answered within ${duration(job.took_s)}`);
 }
 
 function showInFlight(works) {
@@ -138,7 +155,7 @@ function judged(job) {
   if (job.headline) return { sign: "■", tone: job.tone ?? "warn", title: job.headline, lines, at };  // of the launcher
   if (group?.missing.length) return { sign: "✕", tone: "bad", title: `Group ${group.name} is broken: rank ${ranges(group.culprits)} did not enter ${group.op}${fates && `, ${fates}`}`, lines, at: group.culprits };
   if (broken.length) return { sign: "✕", tone: "bad", title: `A group is broken on ${ranks(broken)}${fates && `: ${fates}`}`, lines, at: at.length ? at : [broken[0].rank] };
-  if (culprits.length) return { sign: "◀", tone: "bad", title: `The job waits for rank ${ranges(culprits)}${fates && `: ${fates}`}`, lines, at };
+  if (culprits.length) return { sign: "◀", tone: "bad", title: `The job waits for rank${culprits.length > 1 ? "s" : ""} ${ranges(culprits)}${fates && `: ${fates}`}`, lines, at };
   if (silent.length) return { sign: "?", tone: "bad", title: `No answer from ${ranks(silent)}${fates && `: ${fates}`}`, lines, at };
   if (lines.length) return { sign: "◷", tone: "warn", title: "Operations wait", lines, at: [] };
   return { sign: "✓", tone: "good", title: job.world_size === 1 ? "The rank works" : `All ${job.world_size} ranks work`, lines: job.slow_step ? [`Slow: ${job.slow_step}`] : [], at: [] };
@@ -184,6 +201,10 @@ export function showJob(job, chosen, choose, look) {
   showGrid(job, works, chosen, choose);
   showInFlight(works);
   showErrors(job);
-  setText($("who"), `job of ${plural(job.world_size, "rank")}, asked rank ${job.asked_rank}`);
-  document.title = `${$("state").classList.contains("good") ? "" : "⚠ "}dist2, ${plural(job.world_size, "rank")}`;
+  setText($("who"), `${job.name ? `${job.name}: ` : ""}job of ${plural(job.world_size, "rank")}, asked rank ${job.asked_rank}`);
+  document.body.classList.toggle("large", job.ranks.length > LARGE);
+  document.body.classList.toggle("crowded", job.ranks.length > CROWDED);
+  showHeat(job, chosen);
+  document.title = $("state").classList.contains("good") ? `${job.name ?? "dist2"}, ${plural(job.world_size, "rank")}`
+    : `⚠ ${job.name ?? "dist2"}: ${$("state-title").textContent.slice(2)}`;
 }

@@ -3,12 +3,13 @@
 
 import { showHistory } from "./charts.js";
 import { duration, plural } from "./format.js";
+import { noteLateness } from "./heat.js";
 import { showJob } from "./job.js";
 import { forget, showProcess } from "./process.js";
-import { events, get, open } from "./session.js";
+import { events, get, linkTo, open } from "./session.js";
 import { $, list, setText, table } from "./table.js";
 
-const POLL_MS = 1000, SLOW_MS = 5000, QUIET_MS = 6000, DEAD_MS = 30000;
+const OFFERED = 4, RECENT_MS = 60000, POLL_MS = 1000, SLOW_MS = 5000, QUIET_MS = 6000, DEAD_MS = 30000;
 let stream = null, chosen = null, asked = null, job = null, past = null, lastHeard = 0, streamHeard = 0, patience = QUIET_MS;
 let polling = false, op = "all";
 
@@ -28,8 +29,25 @@ function lost(what) {
   setText($("link"), "no answer");
   $("link").className = "pill bad";
   const old = lastHeard ? ` What the page shows is from ${new Date(lastHeard).toLocaleTimeString()}.` : "";
-  setText($("lost"), `${what}${old} Trying again every second.`);
+  setText($("lost-text"), `${what}${old} Trying again every second.`);
   $("lost").hidden = false;
+  offerOthers();
+}
+
+// Other ranks have the page as well; this one may not ask them itself. The links bear the token: no link to a rank that may
+// have ended since, whose port a program of another user may have by now.
+function offerOthers() {
+  const known = Date.now() - lastHeard < RECENT_MS ? job?.ranks ?? [] : [];
+  const others = known.filter(rank => rank.url && rank.rank !== asked && rank.state !== "silent").slice(0, OFFERED);
+  const links = others.map(rank => [rank.rank, linkTo(rank.url)]).filter(([, link]) => link), key = JSON.stringify(links);
+  if ($("lost-links").shown === key) return;
+  $("lost-links").shown = key;
+  $("lost-links").replaceChildren(...links.flatMap(([rank, link]) => {
+    const anchor = document.createElement("a");
+    anchor.href = link;
+    anchor.textContent = `Page of rank ${rank}`;
+    return [anchor, " "];
+  }));
 }
 
 function takeJob(now, how) {
@@ -107,6 +125,7 @@ async function everyFive() {
 }
 
 function showStragglers(late) {
+  noteLateness(late.ranking);
   list("late-verdict", late.stragglers.map(each => each.sentence));
   table("ranking", [
     { title: "Rank", header: true }, { title: "Group", mono: true }, { title: "Late on average" }, { title: "Share of the time" }, { title: "Operations", number: true },
@@ -145,7 +164,8 @@ function choose(rank) {
 
 function threads(answer) {
   if (!answer.threads) return `rank ${answer.rank} does not answer: ${answer.silence}`;
-  return answer.threads.map(thread => [`Thread ${thread.name}${thread.exception ? `, handling ${thread.exception}` : ""}`,
+  const threads = [...answer.threads].sort((a, b) => Number(b.main) - Number(a.main));  // the program first
+  return threads.map(thread => [`Thread ${thread.name}${thread.exception ? `, handling ${thread.exception}` : ""}`,
     ...thread.frames.map(frame => `  ${frame.file}:${frame.line} in ${frame.name}`)].join("\n")).join("\n\n");
 }
 
@@ -169,6 +189,8 @@ document.addEventListener("click", event => {
   const path = event.target.closest("[data-path]")?.dataset.path;
   if (path) open(path).then(() => setText($("files-note"), ""), error => setText($("files-note"), error.message));
 });
+$("hosts").addEventListener("click", event => { if (event.target.dataset.rank) choose(Number(event.target.dataset.rank)); });
+$("shade").addEventListener("change", () => { if (job) showJob(job, chosen, choose, look); });
 $("read-stacks").addEventListener("click", () => look(chosen));
 $("rank").addEventListener("change", event => choose(Number(event.target.value)));
 $("op").addEventListener("change", event => { op = event.target.value; if (past) showHistory(past, op); });

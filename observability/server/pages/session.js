@@ -2,7 +2,7 @@
 // exchanged for a token that permits reading this control plane only; the session storage of this origin keeps that.
 
 const KEY = "dist2-page-token";
-let linked = null;
+let linked = null, jobToken = null;
 
 function takeLink() {
   const token = new URLSearchParams(location.hash.slice(1)).get("token");
@@ -12,11 +12,16 @@ function takeLink() {
 }
 
 async function signIn() {
-  const answer = await fetch("/page-token", { headers: { Authorization: `Bearer ${linked}` }, cache: "no-store" });
+  const token = linked;  // several requests may sign in at a time
+  const answer = await fetch("/page-token", { headers: { Authorization: `Bearer ${token}` }, cache: "no-store" });
   if (answer.ok) sessionStorage.setItem(KEY, (await answer.json()).token);
   else sessionStorage.removeItem(KEY);
+  jobToken = token;  // until the tab is closed or loaded again: all ranks of the job have the same
   linked = null;
 }
+
+// The link to the page of another rank; empty where this tab does not know the token of the job any more.
+export const linkTo = url => jobToken === null ? "" : `${url}/#token=${jobToken}`;
 
 async function ask(path, signal) {
   if (linked !== null) await signIn();

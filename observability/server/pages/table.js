@@ -75,8 +75,44 @@ function newRow(columns) {
   return row;
 }
 
+// Of a long table only the rows on the screen exist, between two rows that are as high as the others together.
+const VIRTUAL = 200, BEYOND = 12;
+
+function pad(body, index, height) {
+  const row = body.rows[index];
+  row.firstChild.style.height = `${height}px`;
+  row.hidden = height === 0;
+}
+
+function newPad(columns) {
+  const row = make("tr", undefined, "pad"), cell = make("td");
+  cell.colSpan = columns.length;
+  row.setAttribute("aria-hidden", "true");
+  row.append(cell);
+  return row;
+}
+
+function virtual(element, columns, rows) {
+  const body = element.tBodies[0], box = element.parentElement, tall = body.rows[1]?.offsetHeight || 24;
+  const first = Math.max(0, Math.min(rows.length - 1, Math.floor(box.scrollTop / tall)) - BEYOND);
+  const shown = rows.slice(first, first + Math.ceil((box.clientHeight || 600) / tall) + 2 * BEYOND);
+  if (!body.rows[0]?.classList.contains("pad")) body.replaceChildren(newPad(columns), newPad(columns));
+  while (body.rows.length > shown.length + 2) body.rows[body.rows.length - 2].remove();
+  while (body.rows.length < shown.length + 2) body.lastChild.before(newRow(columns));
+  shown.forEach((make, index) => {
+    const row = body.rows[index + 1];
+    row.setAttribute("aria-rowindex", first + index + 2);
+    make().forEach((value, place) => fill(row.cells[place], value));
+  });
+  pad(body, 0, first * tall);
+  pad(body, body.rows.length - 1, (rows.length - first - shown.length) * tall);
+}
+
+// A row is a list of values, or a function that returns it.
 export function table(id, columns, rows, emptyText) {
-  const element = $(id), empty = element.parentElement.nextElementSibling;
+  const element = $(id), empty = element.parentElement.nextElementSibling, long = rows.length > VIRTUAL;
+  element.parentElement.classList.toggle("tall", long);
+  element.parentElement.onscroll = long ? () => virtual(element, columns, rows) : null;
   element.parentElement.hidden = !rows.length;
   empty.hidden = rows.length > 0;
   if (!rows.length) { setText(empty, emptyText); return; }
@@ -85,11 +121,18 @@ export function table(id, columns, rows, emptyText) {
     element.titles = titles;
     element.replaceChildren(head(columns), make("tbody"));
   }
+  if (long) {
+    element.setAttribute("aria-rowcount", rows.length + 1);
+    virtual(element, columns, rows);
+    return;
+  }
   const body = element.tBodies[0];
+  element.removeAttribute("aria-rowcount");
+  if (body.rows[0]?.classList.contains("pad")) body.replaceChildren();
   while (body.rows.length > rows.length) body.lastChild.remove();
   rows.forEach((values, index) => {
     const row = body.rows[index] ?? body.appendChild(newRow(columns));
-    values.forEach((value, place) => fill(row.cells[place], value));
+    (typeof values === "function" ? values() : values).forEach((value, place) => fill(row.cells[place], value));
   });
 }
 
