@@ -5,12 +5,13 @@ The others call an operation that needs it: they get an error that names it, and
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from support.processes import Crew, caught, hear, tell
-from support.ranks import Tenant, run_ranks
+from support.ranks import TENANTS, Tenant, run_ranks
 from support.time_limits import in_time
 
 from dist2 import PeerLostError, ProcessGroup
@@ -18,6 +19,8 @@ from dist2 import PeerLostError, ProcessGroup
 SIZE = 3
 LEAVER = 1
 TOLD_S = 1.0
+TOLD_BESIDE_S = 3.0
+"""Of a backend with a control group, whose links may have to be made first."""
 TIMEOUT_S = 15.0
 
 
@@ -107,3 +110,37 @@ def test_a_process_that_leaves_and_lives_on_is_known_to_all(crew: Crew, transpor
         for stays in (False, True):
             told = crew.run(leave, point, need, stays, transport=transport, timeout=TIMEOUT_S)
             judge(told, (need, stays))
+
+
+def _on_a_split(pg: ProcessGroup) -> object:
+    made = pg.split(range(SIZE))
+    assert made is not None
+    return made.all_reduce(torch.ones(4))
+
+
+NEEDS_BESIDE: dict[str, Callable[[ProcessGroup], object]] = {
+    **{name: NEEDS[name] for name in ("all_reduce", "recv")},
+    "send": lambda pg: [pg.send(torch.ones(600_000), LEAVER) for _ in range(9)],
+    "split": _on_a_split,
+}
+
+
+@pytest.mark.parametrize("need", NEEDS_BESIDE)
+@pytest.mark.parametrize("tenant", TENANTS, ids=str)
+def test_a_member_that_leaves_is_known_on_every_backend(tenant: Tenant, need: str) -> None:
+    """Also where the tensors move beside the links, and where the others make a group with the leaver."""
+    all_know = threading.Barrier(SIZE)
+
+    def body(pg: ProcessGroup) -> None:
+        if pg.rank() == LEAVER:
+            pg.shutdown()
+            all_know.wait(TIMEOUT_S)
+            return
+        error, took_s = caught(PeerLostError, lambda: NEEDS_BESIDE[need](pg))
+        all_know.wait(TIMEOUT_S)
+        pg.abort()
+        assert LEAVER in error.ranks, error
+        assert "left the group" in str(error), error
+        in_time(took_s, TOLD_BESIDE_S)
+
+    run_ranks(SIZE, body, tenant, timeout=TIMEOUT_S)

@@ -178,7 +178,7 @@ class Launcher:
             return self._capture(message)
         try:
             communicators = self.connected(operation.deadline_ns)
-            self._outside.begin(operation)
+            ticket.notice = self._outside.begin(operation)
             if self._options.strict and not operation.signature.kind.is_p2p:
                 self._outside.compare(operation)
             communicator, lane = self._lane_of(operation.signature, communicators)
@@ -331,7 +331,7 @@ class Launcher:
             return
         ends_ns = min(deadline_ns, ticket.operation.deadline_ns)
         try:
-            self._outside.wait(done, ends_ns, peers_of(ticket.operation), _BLOCK_NS)
+            self._outside.wait(done, ends_ns, peers_of(ticket.operation), _BLOCK_NS, notice=ticket.notice)
         except Dist2Error as error:
             if deadline_ns < ticket.operation.deadline_ns and ends_ns == deadline_ns:
                 return  # only this wait has ended
@@ -343,7 +343,9 @@ class Launcher:
                 ticket.settle()
 
     def _watch(self, done: Callable[[], bool], ticket: Ticket, deadline_ns: int) -> None:
-        self._outside.wait(done, deadline_ns, peers_of(ticket.operation), LOOK_NS, is_patient=True)
+        self._outside.wait(
+            done, deadline_ns, peers_of(ticket.operation), LOOK_NS, is_patient=True, notice=ticket.notice
+        )
 
     def _reached(self, operation: Operation, stream: Stream) -> Ticket:
         """Return a ticket for the work enqueued on a stream so far."""

@@ -18,6 +18,7 @@ import torch
 
 from dist2.backends.base import Helped, StreamOrdered
 from dist2.backends.nccl.device import Device, Event, Stream
+from dist2.backends.socket.transport.base import Transfer
 from dist2.errors import Dist2Error
 from dist2.operation.signature import Operation
 
@@ -58,6 +59,7 @@ class Ticket(StreamOrdered):
     Attributes:
         operation: The operation.
         stream: Its stream.
+        notice: Tells whether the other side of a message has made its call.
         start: Passes when the operation begins; None where that is not measured.
         end: Passes when it is done; None before it was launched, and after it was given back.
         kept: The tensors it uses: kept alive until it is over, or ordered before the caller's later work.
@@ -75,6 +77,7 @@ class Ticket(StreamOrdered):
         self._health = health
         self.operation = operation
         self.stream = stream
+        self.notice: Transfer | None = None
         self.start: Event | None = None
         self.end: Event | None = None
         self.kept: Sequence[torch.Tensor] = ()

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from time import monotonic_ns
 from typing import Protocol
 
 import attrs
@@ -38,6 +39,8 @@ CONTROL = "control"
 """Option of a group: False makes no control group."""
 AGREED_OPTIONS = (CONTROL, *CONTROL_OPTIONS)
 _LOOK_NS = 20_000_000
+_HEAR_S = 1.0
+"""How long the library's report of a lost connection waits for that of the links."""
 _ADDRESS_BYTES = 512
 
 
@@ -227,7 +230,9 @@ class AgreedBackend(Controlled):
             if agreement.failed:  # the library would wait for them
                 gone = dict.fromkeys(agreement.failed, "died or left the group meanwhile")
                 gone |= control.departed() | control.lost()
-                raise PeerLostError(control.names.departed(gone), ranks=tuple(gone))
+                told = f"({PeerLostError.__name__}: "  # ranks that left for the end of another one
+                causes = {rank: words for rank, words in gone.items() if told not in words} or gone
+                raise PeerLostError(control.names.departed(causes), ranks=tuple(causes))
             return self._again(spec, control, bool(agreement.flags))
 
     def reconfigure(self, spec: GroupSpec, handles: Sequence[str]) -> AgreedBackend:
@@ -285,6 +290,7 @@ class Message(WatchedMessage):
         self._start = start
         self._moving: Future[None] | None = None
         self._starts = start is not None
+        self._until_ns = 0
 
     def moves(self, moving: Future[None] | None) -> None:
         """Take the library's call, which completes the message; None if it is complete."""
@@ -303,8 +309,22 @@ class Message(WatchedMessage):
             return not self._starts
         if not self._moving.done():
             return False
-        self._moving.result()
+        try:
+            self._moving.result()
+        except PeerLostError as error:
+            return self._is_lost(error)
         return True
+
+    def _is_lost(self, error: PeerLostError) -> bool:
+        """Raise the error of the other side's end as the links tell it, soon; else the library's words."""
+        peer = self.operation.signature.peer
+        told = self._outside.left(self.notice.source if peer is None else peer)
+        if told is not None:
+            raise told from error
+        self._until_ns = self._until_ns or deadline_in(_HEAR_S)
+        if monotonic_ns() > self._until_ns:
+            raise error
+        return False
 
     def _give_up(self) -> None:
         self._outside.cancel(self.notice)

@@ -392,7 +392,9 @@ class SocketBackend(Backend):
         """Return the group ranks that are known to have left or aborted the group, in words."""
         left = self.endpoint.departed()
         if self.board is not None:
-            left = dict.fromkeys(self.board.roster.departed(), left_words()) | left
+            roster = self.board.roster
+            aborted = dict.fromkeys(roster.departed(aborted_only=True), "aborted the group")
+            left = dict.fromkeys(roster.departed(), left_words()) | aborted | left
         return dict(sorted(left.items()))
 
     def split(self, spec: GroupSpec) -> SocketBackend:

@@ -26,7 +26,8 @@ def shut_down_on_failure(made: Backend) -> Iterator[None]:
     """Shut a control group down if the ``with`` block, which makes the backend beside it, raises."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
+        made.leaves_for(error)
         made.shutdown()
         raise
 
@@ -59,9 +60,11 @@ class Controlled(Backend):
         own, members = self.spec.info.global_ranks, spec.info.global_ranks
         ends = {own[rank]: words for rank, words in {**self.departed(), **self.lost()}.items()}
         gone = {rank: ends[each] for rank, each in enumerate(members) if each in ends}
-        if gone:
-            raise PeerLostError(spec.info.names.departed(gone), ranks=tuple(gone))
-        return self.control.split(spec)
+        made = self.control.split(spec)
+        if gone:  # the others, which may not have found it yet, learn that this rank does not come
+            with shut_down_on_failure(made):
+                raise PeerLostError(spec.info.names.departed(gone), ranks=tuple(gone))
+        return made
 
     def revoke(self, by: int) -> None:
         """Tell all members."""

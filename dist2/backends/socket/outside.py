@@ -16,7 +16,8 @@ from time import monotonic_ns
 from dist2.backends.socket.messenger import Messenger
 from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
-from dist2.errors import Dist2Error, OperationTimeoutError
+from dist2.backends.socket.transport.messages.transfer import Sending
+from dist2.errors import Dist2Error, OperationTimeoutError, PeerLostError
 from dist2.operation.kinds import OpKind
 from dist2.operation.signature import Operation
 
@@ -30,6 +31,8 @@ _TELL_NS = 100_000_000
 """Pause between reports of this rank's call to the others, if it calls much and never waits."""
 _NOTICE = 1 << 62
 """Tag of the messages that describe external sends: above all tags of users."""
+_SENT_NS = 500_000_000
+"""How long a message may take to be sent whose receiver has left."""
 _HEAR_NS = 1_000_000_000
 """How long another library's report of a loss waits for that of the links."""
 
@@ -48,24 +51,26 @@ class Outside:
         self._messenger = messenger
         self._recent = recent
         self._told_ns = 0
+        self._left_ns: dict[int, int] = {}
         self.wake = endpoint.wake
 
-    def begin(self, operation: Operation) -> None:
-        """Note the call of this rank.
+    def begin(self, operation: Operation) -> Transfer | None:
+        """Note the call of this rank; return the notice of a message: see `wait`.
 
         Raises:
             MismatchError, PeerLostError, GroupAbortedError, GroupRevokedError: The group has failed
             meanwhile.
         """
-        signature = operation.signature
+        signature, notice = operation.signature, None
         if signature.kind.is_p2p:
-            self.notice(operation, _NOTICE)
+            notice = self.notice(operation, _NOTICE)
         else:
             self._recent.append(operation)
             self._endpoint.begin(operation.seq, signature.fingerprint)
         if operation.created_ns - self._told_ns > _TELL_NS:
             self._told_ns = operation.created_ns
             self._endpoint.probe()
+        return notice
 
     def compare(self, operation: Operation) -> None:
         """Wait until the rank before this one has called a collective, and compare; so do all, in a ring.
@@ -125,6 +130,10 @@ class Outside:
         """Give up an empty message."""
         self._endpoint.cancel([notice])
 
+    def left(self, rank: int) -> PeerLostError | None:
+        """Return the error that names a member which has left; None if it has not, as far as is known."""
+        return self._endpoint.deserted(rank)
+
     def cause_of(self, error: Dist2Error, deadline_ns: int) -> Dist2Error:
         """Return the loss as the links report it within a second, which names the ranks; else the error.
 
@@ -148,6 +157,7 @@ class Outside:
         peers: tuple[int, ...] | None = None,
         look_ns: int = 20_000_000,
         is_patient: bool = False,
+        notice: Transfer | None = None,
     ) -> None:
         """Return when something is done.
 
@@ -157,6 +167,7 @@ class Outside:
             peers: See `peers_of`.
             look_ns: Longest time between two calls of ``done``, unless `wake` is called.
             is_patient: Sleep for that time from the beginning. Otherwise the thread first looks often.
+            notice: Of a message: fails it if the other side leaves without its call.
 
         Raises:
             OperationTimeoutError: The deadline passed; `missing` has the missing ranks.
@@ -168,16 +179,34 @@ class Outside:
             until_ns = min(monotonic_ns() + next_ns, probe_ns, deadline_ns)
             if self._endpoint.watch(done, until_ns, not is_patient):
                 return
+            self._check_departures(peers, notice)
             now = monotonic_ns()
             if now >= deadline_ns:
                 raise self._endpoint.overdue(peers)
             if now >= probe_ns:
-                lost = self._endpoint.probe()
-                if lost is not None and peers is None:  # no message is pending that could fail
-                    raise lost
+                self._endpoint.probe()
                 pause_ns = min(2 * pause_ns, _PROBES_NS)
                 probe_ns = now + pause_ns
             next_ns = min(2 * next_ns, look_ns)
+
+    def _check_departures(self, peers: tuple[int, ...] | None, notice: Transfer | None) -> None:
+        """Raise if members have left without the call that an operation needs of them.
+
+        A member that leaves in good order has received all that it called for. So a message that is not sent
+        a moment later never is.
+        """
+        if notice is not None and notice.done and notice.error is not None:
+            self._endpoint.wait([notice], monotonic_ns())
+        lost = None
+        if peers is None:
+            lost = self._endpoint.deserted()
+        elif isinstance(notice, Sending):
+            lost = self._endpoint.deserted(notice.peer)
+            now = monotonic_ns()
+            if lost is not None and now - self._left_ns.setdefault(notice.peer, now) < _SENT_NS:
+                return
+        if lost is not None:
+            raise lost
 
     def gather(self, content: bytes, number: int, deadline_ns: int) -> list[bytes]:
         """Return the data of all ranks, of equal length: small, and before the group has operations.

@@ -128,7 +128,7 @@ class Fabric:
         assembly = self.assembly = Assembly(courier, outcomes, presence.dead)
         departures = Departures(linkage, presence, outcomes, assembly, mailboxes, self.card.fabric_id)
         comparison = self.comparison = Comparison(linkage, courier, outcomes)
-        origins = self.origins = Origins(linkage, courier, outcomes, mailboxes, absent)
+        origins = self.origins = Origins(linkage, courier, outcomes, departures, mailboxes, absent)
         probes = self.probes = Probes(linkage, courier, presence, comparison, departures, origins)
         borrower = Borrower(self.lock, linkage, courier, outcomes, mailboxes)
         delivery = self.delivery = Delivery(courier, outcomes, comparison, borrower)

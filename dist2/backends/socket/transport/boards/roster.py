@@ -119,9 +119,10 @@ class Roster:
             if states.get(member.rank, _OPEN) == _OPEN and member.neighbour.is_dead()
         }
 
-    def departed(self) -> list[int]:
+    def departed(self, aborted_only: bool = False) -> list[int]:
         """Return the members that are known to have closed or aborted the group."""
-        return [rank for rank, state in self._states().items() if state in (_CLOSED, _ABORTED)]
+        states = (_ABORTED,) if aborted_only else (_CLOSED, _ABORTED)
+        return [rank for rank, state in self._states().items() if state in states]
 
     def check(self, missing: Callable[[], list[int]], operation: Operation) -> list[int]:
         """Return the absent members, if waiting for them makes sense.

@@ -252,15 +252,23 @@ class FabricEndpoint(Endpoint):
             self._give_up([])
         return False
 
-    def probe(self) -> PeerLostError | None:
-        """Send this rank's call to the other members after it has been blocked for a while.
-
-        Returns:
-            The error of a collective that some members cannot call any more, as they have left.
-        """
+    def probe(self) -> None:
+        """Send this rank's call to the other members after it has been blocked for a while."""
         with self._fabric.lock:
-            behind = self._fabric.probes.probe(self._mailbox)
-            return left_error(self._mailbox, behind) if behind else None
+            self._fabric.probes.probe(self._mailbox)
+
+    def deserted(self, peer: int | None = None) -> PeerLostError | None:
+        """Return the error of an operation that members cannot call any more, as they have left.
+
+        Args:
+            peer: The receiver of a message; None for a collective.
+        """
+        mailbox = self._mailbox
+        if not mailbox.left:
+            return None
+        with self._fabric.lock:
+            gone = self._fabric.probes.behind(mailbox) if peer is None else [peer]
+            return left_error(mailbox, gone) if mailbox.left.issuperset(gone) and gone else None
 
     def overdue(self, peers: Collection[int] | None = None) -> OperationTimeoutError:
         """Return the error of a wait whose time is up.

@@ -53,12 +53,14 @@ class Made:
         waits: Context of the one in which it is blocked; 0 if it is in none.
         words: The call that has made this one, or else the latest; empty without any.
         call: The last operation of the group that they are made from, in words; empty without one.
+        is_closed: The rank has closed that group, and makes no others of it.
     """
 
     contexts: list[int] = attrs.field(factory=list)
     waits: int = 0
     words: str = ""
     call: str = ""
+    is_closed: bool = False
 
     def encode(self) -> bytes:
         """Return it for a frame."""
@@ -68,10 +70,10 @@ class Made:
     def decode(cls, payload: bytes) -> Self | None:
         """Return it from a frame; None if it is malformed."""
         try:
-            contexts, waits, words, call = json.loads(payload)
+            contexts, waits, words, call, is_closed = json.loads(payload)
         except (ValueError, TypeError, RecursionError):
             return None
         are_right = isinstance(contexts, list) and all(type(each) is int for each in [*contexts, waits])
         if not are_right or not (isinstance(words, str) and isinstance(call, str)):
             return None
-        return cls(contexts, waits, words[:TEXT_BYTES], call[:CALL_CHARS])
+        return cls(contexts, waits, words[:TEXT_BYTES], call[:CALL_CHARS], is_closed is True)

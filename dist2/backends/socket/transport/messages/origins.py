@@ -18,6 +18,7 @@ from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.linkage import Linkage
 from dist2.backends.socket.transport.messages.absent_groups import AbsentGroups
 from dist2.backends.socket.transport.messages.courier import Courier
+from dist2.backends.socket.transport.messages.departures import Departures, left_error
 from dist2.backends.socket.transport.messages.explaining import NO_OPERATION
 from dist2.backends.socket.transport.messages.made import CALL_CHARS, Made
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
@@ -40,6 +41,7 @@ class Origins:
         linkage: The links to them.
         courier: Finds the links to them.
         outcomes: Fails groups.
+        departures: Notified of members that make no more groups.
         mailboxes: The mailboxes of the open groups, by context.
         absent: Knows the groups that are closed.
     """
@@ -49,12 +51,14 @@ class Origins:
         linkage: Linkage,
         courier: Courier,
         outcomes: Outcomes,
+        departures: Departures,
         mailboxes: dict[int, Mailbox],
         absent: AbsentGroups,
     ) -> None:
         self._linkage = linkage
         self._courier = courier
         self._outcomes = outcomes
+        self._departures = departures
         self._mailboxes = mailboxes
         self._absent = absent
 
@@ -104,6 +108,7 @@ class Origins:
             waiting.context if waiting is not None else 0,
             "" if shown is None else self._call_of(shown),
             self._last_call(parent),
+            self._absent.is_closed(parent),
         )
 
     def _of(self, parent: int, member: str) -> list[Mailbox]:
@@ -164,7 +169,12 @@ class Origins:
         instead = f", but {said.words}" if said.words else ""
         where = f"; its last call in the group that this one is made from: {said.call}" if said.call else ""
         calls.elsewhere[rank] = f"{NO_OPERATION}: it has not called {mine}{instead}{where}"
-        if apart:
+        if said.is_closed and rank not in mailbox.left:
+            why = f"it closed the group that this one is made from, and has not called {mine}"
+            mailbox.take_reason(rank, bytearray(why.encode()))
+            self._departures.member_left(mailbox, rank)
+            self._outcomes.fail(mailbox, left_error(mailbox, [rank]))
+        elif apart:
             here, there = mailbox.names([mailbox.rank], False), mailbox.names([rank], False)
             self._fail(
                 mailbox,

@@ -58,25 +58,25 @@ class Probes:
         self._departures = departures
         self._origins = origins
 
-    def probe(self, mailbox: Mailbox) -> list[int]:
+    def probe(self, mailbox: Mailbox) -> None:
         """Send this rank's call to the other members after it has been blocked for a while.
 
         It also makes links to them: the end of a link reports a death.
-
-        Returns:
-            The members that have left without having made this rank's latest call of a collective.
         """
         if mailbox.fault is not None:
-            return []
+            return
         frame = self._probe_frame(mailbox, 0)
         for link in self.reach(mailbox):
             self._linkage.send(link, frame)
         unknown = [rank for rank in self._probed(mailbox) if not mailbox.calls.seen[rank]]
         self._origins.ask(mailbox, unknown)
-        behind = [rank for rank in sorted(mailbox.left) if self._did_not_call(mailbox, rank)]
+        behind = self.behind(mailbox)
         if behind:
             self._departures.fall_behind(mailbox, behind)
-        return behind
+
+    def behind(self, mailbox: Mailbox) -> list[int]:
+        """Return the members that have left without having made this rank's latest call of a collective."""
+        return [rank for rank in sorted(mailbox.left) if self._did_not_call(mailbox, rank)]
 
     def reach(self, mailbox: Mailbox) -> list[Link]:
         """Return links to the members to probe; those that cannot be reached are gone, after a while."""
