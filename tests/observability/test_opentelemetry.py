@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -12,7 +14,7 @@ from support.fake_groups import FakeGroup, info_of
 
 import dist2
 from dist2.errors import InvalidUsageError, PeerLostError
-from observability.opentelemetry import SpanInstrument
+from observability.opentelemetry import SpanInstrument, observe_metrics
 
 
 def test_operations_that_take_long_or_fail_become_spans() -> None:
@@ -58,3 +60,42 @@ def test_spans_of_a_real_group_are_those_of_the_caller() -> None:
 def test_a_bad_limit_is_named() -> None:
     with pytest.raises(InvalidUsageError, match="least_s must be positive, got -1"):
         SpanInstrument(least_s=-1)
+
+
+def test_a_collective_has_one_trace_on_all_ranks() -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    spans = SpanInstrument(provider, least_s=0, one_trace=True)
+    ranks = [FakeGroup(info_of(rank), spans) for rank in range(2)]
+    with provider.get_tracer("test").start_as_current_span("step") as caller:
+        for group in ranks:
+            group.run()
+            group.run()
+    first, second, other_first, other_second, step = exporter.get_finished_spans()
+    traces = [each.context.trace_id for each in (first, second, other_first, other_second) if each.context]
+    assert traces[0] == traces[2] != traces[1] == traces[3]
+    assert step.context is not None
+    assert step.context.trace_id not in traces
+    assert [link.context.span_id for link in first.links] == [caller.get_span_context().span_id]
+
+
+def test_the_counters_are_metrics_of_opentelemetry() -> None:
+    reader = InMemoryMetricReader()
+    provider = MeterProvider([reader])
+    observe_metrics(provider)
+    with dist2.new_group("fake", rank=0, world_size=2, name="observed") as pg:
+        pg.all_reduce(torch.ones(2))
+        data = reader.get_metrics_data()
+    provider.shutdown()
+    assert data is not None
+    (scope,) = data.resource_metrics[0].scope_metrics
+    found = {
+        metric.name: getattr(point, "value", None)
+        for metric in scope.metrics
+        for point in metric.data.data_points
+        if (point.attributes or {}).get("group") == "observed"
+    }
+    assert found["dist2_operations"] == found["dist2_operation_duration_seconds_count"] == 1
+    assert found["dist2_operations_queued"] == 0
+    assert found["dist2_bytes"] == 8
