@@ -22,6 +22,8 @@ FLAGS = [
     "-ffp-contract=off",  # the same sums on every processor
 ]
 
+LINK_FLAGS = ["-Wl,--strip-debug"]  # Python's own flags ask for debug information: two thirds of the file
+
 WAYS_OUT = """
 dist2 was not installed: its extensions could not be compiled. There are three ways out:
 * install a C compiler and the headers of Python (Debian: apt install gcc python3-dev), then dist2 again;
@@ -52,6 +54,7 @@ def in_cython():
             depends=HEADERS,
             include_dirs=[str(SOURCE), str(CORE)],
             extra_compile_args=FLAGS,
+            extra_link_args=LINK_FLAGS,
         )
         for each in sorted(modules)
     ]
@@ -66,6 +69,7 @@ setup(
             depends=HEADERS,
             include_dirs=[str(SOURCE), str(CORE)],
             extra_compile_args=[*FLAGS, "-Wall", "-Wextra"],
+            extra_link_args=LINK_FLAGS,
         ),
         *cythonize(in_cython(), build_dir="build/cython", language_level=3, quiet=True),
     ],

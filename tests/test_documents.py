@@ -206,7 +206,13 @@ def test_the_document_lists_every_environment_variable_with_its_default() -> Non
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("document", "count"),
-    [("README.md", 3), ("docs/quickstart.md", 6), ("docs/migrating.md", 3), ("docs/cheatsheet.md", 1)],
+    [
+        ("README.md", 3),
+        ("docs/quickstart.md", 6),
+        ("docs/migrating.md", 3),
+        ("docs/cheatsheet.md", 1),
+        ("docs/index.md", 1),
+    ],
 )
 def test_the_programs_in_a_document_run(document: str, count: int, tmp_path: Path) -> None:
     blocks = PYTHON_BLOCK.findall((ROOT / document).read_text())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -106,6 +108,8 @@ def test_the_extensions_are_in_it(wheel: Path) -> None:
     names = [Path(name) for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
     modules = {str(name.parent / name.name.partition(".")[0]) for name in names}
     assert {"dist2/compiled/_native", "dist2/compiled/engine"} <= modules
+    files = [zipfile.ZipFile(wheel).read(str(name)) for name in names]
+    assert not any(b".debug_info" in file for file in files)
 
 
 def test_the_sources_of_the_extensions_are_in_the_source_archive(tmp_path: Path) -> None:
@@ -117,6 +121,15 @@ def test_the_sources_of_the_extensions_are_in_the_source_archive(tmp_path: Path)
     kinds = {".c", ".h", ".pyx", ".pxd"}
     sources = {str(each.relative_to(ROOT)) for each in (ROOT / "dist2").rglob("*") if each.suffix in kinds}
     assert sources | {"setup.py"} <= packed
+    folders = {name.partition("/")[0] for name in packed if "/" in name}
+    assert folders == {"dist2", "observability", "dist2.egg-info"}
+
+
+def test_the_release_builds_wheels_for_the_versions_that_it_names() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    built = re.findall(r"cp3(\d+)", project["tool"]["cibuildwheel"]["build"])
+    named = re.findall(r"Python :: 3\.(\d+)", " ".join(project["project"]["classifiers"]))
+    assert set(named) <= set(built)
 
 
 def test_without_a_compiler_it_says_what_to_do(tmp_path: Path) -> None:
