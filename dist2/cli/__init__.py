@@ -20,7 +20,8 @@ _HELP = """Usage: dist2 COMMAND [ARGS]...
 
 Not installed yet:
 
-  ps, report, top, trace, why  ask the ranks of a job: pip install 'dist2[control-plane]'
+  ps, query, report, top,
+  trace, why                   ask the ranks of a job: pip install 'dist2[control-plane]'
   bench                        measures operations: pip install 'dist2[bench]'
 
 dist2 COMMAND --help describes a command.

@@ -1,1 +1,1 @@
-"""The commands that the control planes of a job answer: ``dist2 why``, ``dist2 top``, ``dist2 trace``."""
+"""The commands that control planes and incidents answer: ``dist2 why``, ``dist2 top``, and more."""

@@ -1,0 +1,131 @@
+"""``dist2 query URL`` or ``FOLDER`` ``"select ..."``: SQL over the answers of all ranks, by DuckDB."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from observability.commands.control_plane import ControlPlane, NoAnswerError, address, end_without_answer
+from observability.incidents.reading import Incident, NoIncidentError
+from observability.job.tables import TABLES, Row, tables_of
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
+
+WRONG_QUERY = 1
+ASKED_AT_A_TIME = 16
+SECONDS = 60
+LIMIT_S = 20.0
+
+
+@click.command()
+@address
+@click.argument("sql", required=False)
+@click.option("--seconds", default=SECONDS, show_default=True, help="Operations of a live job: how far back.")
+@click.option(
+    "--format", "form", type=click.Choice(["table", "csv", "json"]), default="table", show_default=True
+)
+def query(
+    url: str, sql: str | None, token: str | None, token_file: Path | None, seconds: int, form: str
+) -> None:
+    """Ask all ranks of a job, or an incident, by SQL.
+
+    URL is that of any control plane of the job, or the folder of an incident; without SQL, the tables are
+    listed. Ends with 1 if the query is wrong, and 2 if there is no answer.
+    """
+    if sql is None:
+        for name, columns in TABLES.items():
+            click.echo(f"{name}({', '.join(columns)})")
+        return
+    try:
+        import duckdb
+    except ModuleNotFoundError:
+        end_without_answer(NoAnswerError("queries need duckdb: pip install 'dist2[query]'"))
+    try:
+        path = Path(url)
+        rows = (
+            _of_incident(path) if path.is_dir() else _of_job(ControlPlane.of(url, token, token_file), seconds)
+        )
+    except (NoAnswerError, NoIncidentError) as error:
+        end_without_answer(error)
+    with duckdb.connect() as database:
+        fill(database, rows)
+        try:
+            found = database.execute(sql)
+            names = [str(column[0]) for column in found.description or ()]
+            _show(names, found.fetchall(), form)
+        except duckdb.Error as error:
+            click.echo(str(error), err=True)
+            sys.exit(WRONG_QUERY)
+
+
+def fill(database: DuckDBPyConnection, rows: dict[str, list[Row]]) -> None:
+    """Make the tables.
+
+    Args:
+        database: An empty one.
+        rows: By table, as `tables_of` returns them.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        for name, columns in TABLES.items():
+            path = Path(folder, f"{name}.json")
+            path.write_text("".join(f"{json.dumps(row)}\n" for row in rows[name]))
+            typed = ", ".join(f"'{column}': '{kind}'" for column, kind in columns.items())
+            read = f"read_json('{path}', format = 'newline_delimited', columns = {{{typed}}})"
+            database.execute(f"CREATE TABLE {name} AS SELECT * FROM {read}")
+
+
+def _of_incident(path: Path) -> dict[str, list[Row]]:
+    incident = Incident.read(path)
+    timelines = [part["timeline"] for part in incident.parts.values()]
+    rows = tables_of(incident.job(), incident.stacks(), timelines, None)
+    for rank, part in incident.failures.items():  # the errors that ended operations and ranks
+        if part["error"] is not None:
+            error, message = part["error"]["type"], part["error"]["message"]
+            rows["failures"].append({"rank": rank, "error": error, "message": message})
+    return rows
+
+
+def _of_job(plane: ControlPlane, seconds: int) -> dict[str, list[Row]]:
+    job = plane.get_json("/job")
+    urls = [rank["url"] or plane.base for rank in job["ranks"] if rank["state"] != "silent"]
+
+    def ask(url: str) -> dict[str, Any] | None:
+        try:
+            return plane.at(url).get_json(f"/timeline?ms={seconds * 1000}", LIMIT_S)
+        except NoAnswerError as error:  # the other ranks are there
+            click.echo(f"without the operations of a rank: {error}", err=True)
+            return None
+
+    with ThreadPoolExecutor(ASKED_AT_A_TIME) as pool:
+        timelines = [each for each in pool.map(ask, urls) if each is not None]
+    stacks = plane.get_json("/stacks")["ranks"]
+    return tables_of(job, stacks, timelines, plane.get_json("/stragglers", LIMIT_S))
+
+
+def _show(names: Sequence[str], rows: Sequence[Iterable[Any]], form: str) -> None:
+    if form == "json":
+        click.echo(json.dumps([dict(zip(names, row, strict=True)) for row in rows], indent=1, default=str))
+    elif form == "csv":
+        writer = csv.writer(sys.stdout)
+        writer.writerows([names, *rows])
+    else:
+        table = Table(*names, box=None)
+        for row in rows:
+            table.add_row(*("" if value is None else _text(value) for value in row))
+        Console(soft_wrap=True, highlight=False, markup=False).print(table)
+
+
+def _text(value: object) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
