@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from support.captured_logs import logged
-from support.programs import start
+from support.programs import run, start, torchrun
 from support.ranks import Tenant, run_ranks
 from support.warm_interpreter import CHILDREN, warm_executable, warm_python
 
@@ -134,6 +137,40 @@ def test_the_page_of_a_launcher_outlives_the_ranks(tmp_path: Path) -> None:
     assert "the ranks have ended; their last state stays at " in errors
     with pytest.raises(URLError):
         answer(url, "/job")
+
+
+LAUNCHED = """
+import sys, torch, dist2
+from click.testing import CliRunner
+from observability.commands.ps import ps
+
+with dist2.new_group("socket", 30, name="launched") as pg:
+    pg.all_reduce(torch.ones(4))
+    if pg.rank() == 0:
+        sys.stdout.write(CliRunner().invoke(ps, ["--json"]).output)
+    pg.barrier()
+"""
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpiexec.hydra"])
+def test_the_variable_is_enough_under_other_launchers(
+    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "launched.py"
+    program.write_text(LAUNCHED)
+    variables = {"DIST2_CONTROL_PLANE": "1", "TMPDIR": str(tmp_path)}  # where the files of the planes are
+    if launcher == "torchrun":
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        ended = torchrun(program, 2, folder=tmp_path)
+    else:
+        command = shutil.which(launcher, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        if command is None:
+            pytest.skip(f"{launcher} is not installed: pip install 'dist2[bench-mpi]'")
+        ended = run([command, "-n", "2", warm_executable(), program], variables=variables)
+    assert ended.code == 0, ended
+    (job,) = json.loads(ended.output)
+    assert (job["name"], job["ranks"], job["program"], job["state"]) == ("launched", 2, "launched.py", "ok")
 
 
 def test_a_launcher_says_how_to_install_the_page(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
