@@ -1,0 +1,112 @@
+"""The calls of communicators that serve language models on CPUs (vLLM, SGLang), on Gloo and on dist2.
+
+A stand-in makes the calls of their communicators and group coordinators: tensor-parallel and
+pipeline-parallel groups of one world, all_reduce of activations and integers, gathers of logits, dictionaries
+of tensors by a broadcast of metadata, and messages between stages.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.programs import torchrun
+
+PROGRAM = """
+import torch
+import torch.distributed as dist
+
+import dist2.torch_backend
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64)
+
+
+class Coordinator:
+    def __init__(self, groups):
+        for ranks in groups:
+            group = dist.new_group(ranks)  # all ranks call for each group
+            if dist.get_rank() in ranks:
+                self.group, self.ranks = group, ranks
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+
+    def all_reduce(self, x):
+        x = x.clone()
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def all_gather(self, x, dim):
+        out = torch.empty((self.size, *x.shape), dtype=x.dtype)
+        dist.all_gather_into_tensor(out.view(-1, *x.shape[1:]), x, group=self.group)
+        return torch.cat(tuple(out), dim)
+
+    def gather(self, x, dst):
+        parts = [torch.empty_like(x) for _ in self.ranks] if self.rank == dst else None
+        dist.gather(x, parts, dst=self.ranks[dst], group=self.group)
+        return None if parts is None else torch.cat(parts, -1)
+
+    def broadcast_dict(self, tensors, src):
+        described = [None]
+        if self.rank == src:
+            described = [{name: (tuple(each.shape), str(each.dtype)) for name, each in tensors.items()}]
+        dist.broadcast_object_list(described, src=self.ranks[src], group=self.group)
+        if self.rank != src:
+            types = {str(each): each for each in DTYPES}
+            tensors = {name: torch.empty(shape, dtype=types[t]) for name, (shape, t) in described[0].items()}
+        root, all_of_them = self.ranks[src], tensors.values()
+        for work in [dist.broadcast(each, root, self.group, async_op=True) for each in all_of_them]:
+            work.wait()
+        return tensors
+
+    def exchange(self, x):
+        \"\"\"Pass a tensor of any length to the next stage, its length first.\"\"\"
+        if self.rank:
+            length = torch.empty(1, dtype=torch.long)
+            dist.recv(length, src=self.ranks[self.rank - 1], group=self.group)
+            x = torch.empty(int(length), dtype=x.dtype)
+            dist.recv(x, src=self.ranks[self.rank - 1], group=self.group)
+        if self.rank + 1 < self.size:
+            dist.send(torch.tensor([x.numel()]), dst=self.ranks[self.rank + 1], group=self.group)
+            dist.send(x, dst=self.ranks[self.rank + 1], group=self.group)
+        return x
+
+
+def serve():
+    rank = dist.get_rank()
+    tensor, stage = Coordinator([[0, 1], [2, 3]]), Coordinator([[0, 2], [1, 3]])
+    results = []
+    for dtype in DTYPES:
+        for numel in (1, 7, 4096, 100_001):  # odd sizes, and more than a slot of shared memory
+            x = (torch.arange(numel) % 13 + rank).to(dtype)
+            for _ in range(1 + rank // 2):  # one group makes more calls than the other
+                results.append(tensor.all_reduce(x))
+            results.append(stage.all_reduce(x))
+        logits = (torch.arange(12).view(3, 4) + rank).to(dtype)
+        results += [tensor.all_gather(logits, 0), tensor.all_gather(logits, -1), tensor.gather(logits, 1)]
+        batch = {"ids": logits, "positions": logits.flatten()[:5].clone()}
+        results += tensor.broadcast_dict(batch, 0).values()
+        results.append(stage.exchange(logits.flatten()[: 5 + rank].clone()))
+    dist.barrier()
+    return results
+
+
+results = {}
+for backend in ("gloo", "dist2"):
+    dist.init_process_group(backend)
+    results[backend] = serve()
+    dist.destroy_process_group()
+assert len(results["dist2"]) > 40
+for ours, theirs in zip(results["dist2"], results["gloo"], strict=True):
+    assert (ours is None) == (theirs is None)
+    assert ours is None or torch.equal(ours, theirs)
+print("the same")
+"""
+
+
+@pytest.mark.torchrun
+@pytest.mark.timeout(120)
+def test_communicators_of_model_servers_get_the_results_of_gloo(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    ended = torchrun(program, 4, folder=tmp_path)
+    assert ended.code == 0, ended
+    assert ended.output.count("the same") == 4, ended
