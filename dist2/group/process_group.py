@@ -112,7 +112,8 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
         open_group: Makes the groups that it is merged into.
 
         Raises:
-            InvalidUsageError: The arguments are those of torch's class; or the name is taken.
+            InvalidUsageError: The arguments are those of torch's class; or the name is taken; or the backend
+                cannot verify.
         """
         if not isinstance(spec, GroupSpec):
             raise InvalidUsageError(
@@ -137,12 +138,12 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
         self._alias = ""
         self._store: Store | None = None
         try:
+            if spec.verify and spec.info.world_size > 1:
+                self._run = self._unhooked_run = Verifier(self, spec, self._refuse).run
             open_groups.enter(self, self.info.name)
         except InvalidUsageError:
             backend.shutdown()
             raise
-        if spec.verify and spec.info.world_size > 1:
-            self._run = self._unhooked_run = Verifier(self, spec, self._refuse).run
         if spec.check_nan:
             self.register_pre_hook(check_nan)
         dispatch.group_opened(self)

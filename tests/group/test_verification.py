@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import TENANTS, Tenant, run_ranks
+from support.ranks import TENANTS, RankFailed, Tenant, run_ranks
 
 import dist2
 from dist2 import CorruptionError, InvalidUsageError, ProcessGroup
+from dist2.group.open_groups import open_groups
 from dist2.group.verification import BLOCK_BYTES, hashes
 from dist2.operation.kinds import OpKind
 
@@ -177,6 +178,15 @@ def test_hashes_follow_the_elements_not_their_layout() -> None:
 def test_other_arguments_are_refused(verify: Any) -> None:
     with pytest.raises(InvalidUsageError, match="verify must be a bool, or an int n >= 1"):
         dist2.new_group("fake", rank=0, world_size=2, verify=verify)
+
+
+@pytest.mark.skipif(list(TENANTS) == HOST_TENANTS, reason="NCCL is not installed, nor can its stub be built")
+def test_a_backend_of_devices_refuses_and_leaves_nothing_open() -> None:
+    (nccl,) = [each for each in TENANTS if each.backend == "nccl"]
+    before = set(open_groups())
+    with pytest.raises(RankFailed, match="verify=1 needs a backend that completes operations on the host"):
+        run_ranks(2, lambda pg: None, verified(nccl))
+    assert set(open_groups()) == before
 
 
 def test_ranks_agree_on_the_argument() -> None:
