@@ -143,8 +143,9 @@ def test_groups_closed_before_all_met_are_told_from_others_and_make_room_for_new
     for context in range(1, 21):
         region = here.join(context, PAGE_BYTES, PAGE_BYTES)
         assert not neighbour.has_closed(context)
-        here.leave(context, region, lambda: True, met=False)
+        here.leave(context, region, lambda: True, met=False, aborted=context % 2 == 0)
         assert neighbour.has_closed(context)
+        assert neighbour.has_aborted(context) is (context % 2 == 0)
         assert neighbour.find(context) is None
     assert not neighbour.has_closed(4), "the latest 16 are known"
     assert not neighbour.has_closed(999), "it was never there"

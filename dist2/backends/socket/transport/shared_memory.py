@@ -37,6 +37,7 @@ _DIRECTORY_BYTES = 16 * DIRECTORY_ENTRIES
 _DEPARTED, _AWAITING = 0, 1  # words of a process behind the token of its arena
 _FREE, _LEFT = 0, (1 << 64) - 1  # a free entry; an entry of a closed group, with others possibly behind it
 _CLOSED = (1 << 64) - 1  # in place of an offset: the group was closed before all members had found the region
+_ABORTED = (1 << 64) - 2  # likewise, and by an abort
 _MAX_CLOSED = 1024
 """Entries that are kept of such groups."""
 
@@ -89,11 +90,15 @@ class Directory:
     def find(self, context: int) -> int | None:
         """Return the offset of a group's region."""
         offset = self._offset_of(context)
-        return None if offset == _CLOSED else offset
+        return None if offset in (_CLOSED, _ABORTED) else offset
 
     def is_closed(self, context: int) -> bool:
         """Whether a group was closed before all its members had found its region."""
-        return self._offset_of(context) == _CLOSED
+        return self._offset_of(context) in (_CLOSED, _ABORTED)
+
+    def is_aborted(self, context: int) -> bool:
+        """Whether that was by an abort."""
+        return self._offset_of(context) == _ABORTED
 
     def _offset_of(self, context: int) -> int | None:
         words, entry = self._words, context % DIRECTORY_ENTRIES
@@ -117,11 +122,11 @@ class Directory:
             entry = (entry + 1) % DIRECTORY_ENTRIES
         return False
 
-    def close(self, context: int) -> None:
+    def close(self, context: int, aborted: bool = False) -> None:
         """Have members that look for the region of a group find that this process has closed the group."""
         entry = self._entry_of(context)
         if entry is not None:
-            self._words[2 * entry + 1] = _CLOSED
+            self._words[2 * entry + 1] = _ABORTED if aborted else _CLOSED
 
     def remove(self, context: int) -> None:
         """Remove a group, if it is there; entries at the end of a probe sequence are freed."""
@@ -152,6 +157,7 @@ class Neighbour:
         doorbell: Wakes it.
         find: Returns where in its arena the region of a group lies, by context; None while it is not in it.
         has_closed: Whether it has closed a group before all members had found its region there, by context.
+        has_aborted: Whether that was by an abort.
     """
 
     def __init__(self, pid: int, arena: ArenaLocator, doorbell: DoorbellLocator) -> None:
@@ -171,6 +177,7 @@ class Neighbour:
             self._words = _words_of(self._mapping)
             directory = Directory(self._mapping)
             self.find, self.has_closed = directory.find, directory.is_closed
+            self.has_aborted = directory.is_aborted
             self.doorbell = PeerDoorbell(doorbell)
             failed.callback(self.doorbell.close)
             if self.is_dead():  # its number may have been another's when a file was opened by it
@@ -317,7 +324,14 @@ class SharedHost:
             offset = self._arena.allocate(nbytes)
             return None if offset is None else Region(self._arena, offset, nbytes)
 
-    def leave(self, context: int, region: Region, unused: Callable[[], bool], met: bool = True) -> None:
+    def leave(
+        self,
+        context: int,
+        region: Region,
+        unused: Callable[[], bool],
+        met: bool = True,
+        aborted: bool = False,
+    ) -> None:
         """Remove a group from the directory; its memory is free once ``unused()`` is true.
 
         The region left last stays for the next group, unless it is long.
@@ -327,12 +341,13 @@ class SharedHost:
             region: Its region.
             unused: Whether no other process uses the region.
             met: Whether all members have found the region; others are to find that the group was closed.
+            aborted: Whether the group was aborted.
         """
         with self._lock:
             if met:
                 self._directory.remove(context)
             else:
-                self._directory.close(context)
+                self._directory.close(context, aborted)
                 self._closed_early.append(context)
                 if len(self._closed_early) > _MAX_CLOSED:
                     self._directory.remove(self._closed_early.popleft())

@@ -76,7 +76,9 @@ class Board:
         arrivals = self.arrivals = new_arrivals(
             rank, own, host.doorbell, 1 + len(members), spins, (slot_offset(0), slot_offset(1, slot_size))
         )
-        roster = self.roster = Roster(members, own, arrivals, host.doorbell, self.regions.has_left, names)
+        roster = self.roster = Roster(
+            members, own, arrivals, host.doorbell, self.regions.has_left, self.regions.has_aborted, names
+        )
         self.members = roster.members
         self._peers = roster.peers
         self.mismatches = Mismatches(rank, own, self.regions, arrivals, roster.peers, names)
@@ -240,7 +242,8 @@ class Board:
             return
         self._closed = True
         self.roster.leave()
-        self.regions.leave([member.neighbour for member in self.members], self.meeting.all_have_met())
+        neighbours = [member.neighbour for member in self.members]
+        self.regions.leave(neighbours, self.meeting.all_have_met(), self.roster.has_aborted())
 
 
 def _nothing() -> None:

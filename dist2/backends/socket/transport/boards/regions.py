@@ -99,12 +99,17 @@ class Regions:
         """Whether a member whose region is not there has left the group, and not only not joined it yet."""
         return neighbour.has_closed(self._context) or neighbour.has_departed()
 
-    def leave(self, others: Sequence[Neighbour], met: bool) -> None:
+    def has_aborted(self, neighbour: Neighbour) -> bool:
+        """Whether such a member has aborted it."""
+        return neighbour.has_aborted(self._context)
+
+    def leave(self, others: Sequence[Neighbour], met: bool, aborted: bool) -> None:
         """Free the own region once no member reads it any more.
 
         Args:
             others: The processes of the other members, which may be inside an operation until they leave.
             met: Whether all of them have found the region.
+            aborted: Whether this member has aborted the group.
         """
 
         def unused() -> bool:
@@ -112,4 +117,4 @@ class Regions:
             joined = [each for each in others if each.find(self._context) is not None]
             return all(each.is_dead() for each in joined)
 
-        self._host.leave(self._context, self.own, unused, met)
+        self._host.leave(self._context, self.own, unused, met, aborted)

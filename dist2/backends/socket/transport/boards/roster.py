@@ -65,6 +65,7 @@ class Roster:
         arrivals: How this member waits at fences.
         doorbell: The doorbell of this member's process.
         has_left: Tells whether a member that was not met has left the group.
+        has_aborted: Tells whether it has aborted it.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Roster:
         arrivals: Arrivals,
         doorbell: Doorbell,
         has_left: Callable[[Neighbour], bool],
+        has_aborted: Callable[[Neighbour], bool],
         names: RankNames = RANKS,
     ) -> None:
         self.names = names
@@ -85,6 +87,7 @@ class Roster:
         self._arrivals = arrivals
         self._doorbell = doorbell
         self._has_left = has_left
+        self._has_aborted = has_aborted
         self._lives: select.poll | None = None
         self._watched = 0
         self._fault: Dist2Error | None = None
@@ -161,7 +164,9 @@ class Roster:
         states = {member.rank: words[STATE] for words, member in self._peers}
         if len(states) < len(self.members):
             unmet = [member for member in self.members if member.rank not in states]
-            states.update((each.rank, _CLOSED) for each in unmet if self._has_left(each.neighbour))
+            for each in unmet:
+                if self._has_left(each.neighbour):
+                    states[each.rank] = _ABORTED if self._has_aborted(each.neighbour) else _CLOSED
         return states
 
     def _why(self, ranks: Sequence[int]) -> str:
@@ -196,6 +201,10 @@ class Roster:
         self._fault = self._fault or GroupAbortedError("the group was closed")
         self._arrivals.stopped = True
         self._wake_others()
+
+    def has_aborted(self) -> bool:
+        """Whether this member has aborted the group."""
+        return self._own[STATE] & _STATE_MASK == _ABORTED
 
     def _wake_all(self) -> None:
         with suppress(OSError):
