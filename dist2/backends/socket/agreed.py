@@ -39,7 +39,7 @@ CONTROL = "control"
 """Option of a group: False makes no control group."""
 AGREED_OPTIONS = (CONTROL, *CONTROL_OPTIONS)
 _LOOK_NS = 20_000_000
-_HEAR_S = 1.0
+_HEAR_S = 2.0
 """How long the library's report of a lost connection waits for that of the links."""
 _ADDRESS_BYTES = 512
 
@@ -196,7 +196,10 @@ class AgreedBackend(Controlled):
         outside, library = self.control.outside, self.library
         notice = outside.notice(operation, operation.signature.tag)
         message = Message(outside, operation, notice, library)
-        message.moves(library.send(operation, inputs, outputs))
+        try:
+            message.moves(library.send(operation, inputs, outputs))
+        except PeerLostError as error:  # the links name the rank
+            message.moves(_failed(error))
         return self._progress.started(message)
 
     def recv(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Helped | None:
@@ -373,9 +376,13 @@ def _started(receive: Callable[[int], Future[None]], source: int) -> Future[None
     try:
         return receive(source)
     except Exception as error:  # noqa: BLE001 - delivered to those that wait for the message
-        failed: Future[None] = Future()
-        failed.set_exception(error)
-        return failed
+        return _failed(error)
+
+
+def _failed(error: Exception) -> Future[None]:
+    failed: Future[None] = Future()
+    failed.set_exception(error)
+    return failed
 
 
 def _await_end(outside: Outside, call: Future[None], until_ns: int) -> bool:
