@@ -39,7 +39,8 @@ def __getattr__(name: str) -> ModuleType:
 
 def _load_names() -> ModuleType:
     """Load the public names; return their module."""
-    public = import_module(f"{__name__}.group.public")
+    from dist2.group import public
+
     globals().update({name: getattr(public, name) for name in ("__all__", *public.__all__)})
     return public
 

@@ -53,13 +53,14 @@ def test_imports_are_rewritten() -> None:
     move = Move({"dist2.a": "dist2.in.b", "watch": "see"})
     source = (
         "from dist2 import a, c as d\nif x:\n    from dist2.a.f import (\n        g,\n    )\n"
-        "import watch as w\nimport os\n"
+        "from dist2.a import *\nimport watch as w\nimport os\n"
     )
     assert move.rewritten(source).splitlines() == [
         "from dist2.in import b as a",
         "from dist2 import c as d",
         "if x:",
         "    from dist2.in.b.f import g as g",
+        "from dist2.in.b import *",
         "import see as w",
         "import os",
     ]

@@ -57,6 +57,8 @@ class Move:
         return f"import {new}" if alias.asname is None else f"import {new} as {alias.asname}"
 
     def _import_from(self, module: str, alias: ast.alias) -> str:
+        if alias.name == "*":
+            return f"from {self.of(module)} import *"
         whole = f"{module}.{alias.name}"
         parent, _, name = self.of(whole).rpartition(".")
         return f"from {parent} import {name} as {alias.asname or alias.name}"
