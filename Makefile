@@ -17,6 +17,7 @@ TORCH_CPU := $(if $(GPU)$(findstring +,$(TORCH)),,$(TORCH)+cpu)
 
 # What the extensions are built from: setup.py.
 COMPILED := $(shell find dist2 -name '*.[ch]' -o -name '*.pyx' -o -name '*.pxd')
+COMPILED += $(wildcard $(patsubst %.pxd,%.py,$(filter %.pxd,$(COMPILED))))
 
 .PHONY: core-test demo test test-all lint format docs fuzz clean wheel gpu-test gpu-bench
 

@@ -5,6 +5,7 @@ Three kinds of sources are compiled: the C of `dist2/compiled/source` into `dist
 Generated C stays below `build/`.
 """
 
+import os
 from pathlib import Path
 
 from Cython.Build import cythonize
@@ -20,6 +21,7 @@ FLAGS = [
     "-O3",
     "-fvisibility=hidden",
     "-ffp-contract=off",  # the same sums on every processor
+    "-g0",  # half of the time, and a tenth of the size
 ]
 
 LINK_FLAGS = ["-Wl,--strip-debug"]  # Python's own flags ask for debug information: two thirds of the file
@@ -34,7 +36,11 @@ dist2 was not installed: its extensions could not be compiled. There are three w
 
 
 class BuildExtension(build_ext):
-    """Names the ways out if the compiler is missing or fails."""
+    """Compiles on all cores, and names the ways out if the compiler is missing or fails."""
+
+    def finalize_options(self):
+        super().finalize_options()
+        self.parallel = self.parallel or os.cpu_count()
 
     def build_extension(self, ext):
         try:

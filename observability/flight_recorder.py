@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import attrs
 
-from dist2.compiled import records
 from dist2.errors import ArgumentTypeError, InvalidUsageError
+from dist2.operation.counters import Tally, Tallying
 from dist2.operation.kinds import OpKind
+from dist2.operation.ring import Ring
 from dist2.operation.runner import LIBRARY_PATHS
 from dist2.operation.signature import FIELDS, GroupInfo, Operation, Signature, State
 from dist2.runtime.config import DEFAULT_RECORDER_SIZE, Config
@@ -179,18 +180,18 @@ class FlightRecorder:
     def __init__(self, capacity: int = DEFAULT_RECORDER_SIZE) -> None:
         if capacity < 1:
             raise InvalidUsageError(f"capacity must be at least 1, got {capacity}")
-        self._ring: records.Ring[Operation] = records.Ring(capacity, KEPT)
+        self._ring: Ring = Ring(capacity, KEPT)
         self._groups: dict[GroupInfo, None] = {}
         self._closed: deque[GroupInfo] = deque()
-        self._delivered: dict[Channel, records.Tally] = {}
-        self._by_signature: dict[Signature, records.Tally] = {}
+        self._delivered: dict[Channel, Tally] = {}
+        self._by_signature: dict[Signature, Tally] = {}
         self._lock = threading.Lock()
         self.on_opened: list[Callable[[ProcessGroup], None]] = []
         self.on_broken: list[Callable[[Operation], None]] = []
         # The method below without a Python frame: it is called before every operation.
         self.operation_started = self._ring  # type: ignore[method-assign]  # in place of the method
         # And this one in C, which leaves failures and first messages to it.
-        self.operation_finished = records.Tallying(  # type: ignore[method-assign]  # in place of the method
+        self.operation_finished = Tallying(  # type: ignore[method-assign]  # in place of the method
             _MESSAGES, self._by_signature, self.operation_finished
         )
 
@@ -350,12 +351,12 @@ class FlightRecorder:
         recording = self.recording(rank)
         return write_whole(path, recording.rank, encode(recording, format))
 
-    def _tally_of(self, operation: Operation) -> records.Tally | None:
+    def _tally_of(self, operation: Operation) -> Tally | None:
         """Return where to count a message; None if that is not known. Under the lock."""
         channel = channel_of(operation)
         if channel is None:
             return None
-        tally = self._delivered.setdefault(channel, records.Tally())
+        tally = self._delivered.setdefault(channel, Tally())
         if operation.signature.peer is not None:  # else the next may be of another rank
             if len(self._by_signature) >= MAX_SIGNATURES:
                 self._by_signature.clear()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from dist2.compiled import records
+from dist2.operation.counters import Counters, Counting
 from dist2.operation.signature import GroupInfo, Operation, Signature
 from observability.flight_recorder import global_rank
 from observability.group_status import Failure, GroupStatusRegistry
@@ -196,9 +196,9 @@ class Metrics:
         self.statuses = GroupStatusRegistry()
         self._in_flight: set[Operation] = set()
         self._discard = self._in_flight.discard
-        self._by_signature: dict[Signature, records.Counters] = {}
-        self._fresh: list[tuple[Signature, records.Counters]] = []  # without labels yet: see `_sort_in`
-        self._series: dict[str, dict[SeriesKey, records.Counters]] = {}  # by the label of their group
+        self._by_signature: dict[Signature, Counters] = {}
+        self._fresh: list[tuple[Signature, Counters]] = []  # without labels yet: see `_sort_in`
+        self._series: dict[str, dict[SeriesKey, Counters]] = {}  # by the label of their group
         self._past: dict[SeriesKey, deque[int]] = {}  # values at MAX_NS when the last windows ended
         self._window_began_ns = monotonic_ns()
         self._errors: dict[ErrorKey, int] = {}
@@ -211,7 +211,7 @@ class Metrics:
         # The method below without a Python frame: it is called before every operation.
         self.operation_started = self._in_flight.add  # type: ignore[assignment, method-assign]  # in place of the method
         # And this one in C, which leaves failures to it.
-        self.operation_finished = records.Counting(  # type: ignore[method-assign]  # in place of the method
+        self.operation_finished = Counting(  # type: ignore[method-assign]  # in place of the method
             self._in_flight, self._by_signature, self.operation_finished, self._fresh
         )
 
@@ -290,14 +290,14 @@ class Metrics:
                 self._end_window(series)
         return [Series.of(*copy) for copy in sorted(copies, key=lambda copy: _ORDER(copy[0]))]
 
-    def totals(self) -> dict[tuple[str, int], records.Counters]:
+    def totals(self) -> dict[tuple[str, int], Counters]:
         """Return the counters of each (operation, number of ranks), without ending a window."""
-        found: dict[tuple[str, int], records.Counters] = {}
+        found: dict[tuple[str, int], Counters] = {}
         with self._lock:
             self._sort_in()
             for some in self._series.values():
                 for key, counters in some.items():
-                    found.setdefault((key.op, key.world_size), records.Counters()).add(counters)
+                    found.setdefault((key.op, key.world_size), Counters()).add(counters)
         return found
 
     def times(self) -> dict[GroupKey, int]:
@@ -371,14 +371,14 @@ class Metrics:
 
     # Cold paths
 
-    def _end_window(self, series: Sequence[tuple[SeriesKey, records.Counters]]) -> None:
+    def _end_window(self, series: Sequence[tuple[SeriesKey, Counters]]) -> None:
         """Begin anew to look for the longest operation of each series. Under the lock."""
         self._window_began_ns = monotonic_ns()
         for key, counters in series:
             self._past.setdefault(key, deque(maxlen=WINDOWS - 1)).append(counters[MAX_NS])
             counters[MAX_NS] = 0
 
-    def _counters_of(self, signature: Signature) -> records.Counters:
+    def _counters_of(self, signature: Signature) -> Counters:
         """Return the counters that a signature new to us shares with others of its labels."""
         with self._lock:
             self._sort_in()
@@ -401,12 +401,12 @@ class Metrics:
                 self._by_signature[signature] = known
             known.add(counters)
 
-    def _series_at(self, key: SeriesKey) -> records.Counters:
+    def _series_at(self, key: SeriesKey) -> Counters:
         """Return the counters of a series, new ones if there were none."""
         some = self._series.setdefault(key.group, {})
         counters = some.get(key)
         if counters is None:
-            counters = some[key] = records.Counters()
+            counters = some[key] = Counters()
         return counters
 
     def _key_of(self, signature: Signature) -> SeriesKey:

@@ -14,6 +14,8 @@ import attrs
 import pytest
 from support import time_limits
 
+import dist2
+
 os.environ["DIST2_INCIDENTS"] = "0"
 """Tests fail operations on purpose. Tests of incidents choose a folder."""
 MAPPED_BYTES = 2 << 40
@@ -61,11 +63,25 @@ def mapped_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
+def out_of_date(folder: Path) -> list[str]:
+    """Return the modules below a folder that were compiled before their sources changed."""
+    return [
+        str(source.relative_to(folder))
+        for declared in folder.rglob("*.pxd")
+        for source in (declared, declared.with_suffix(".py"), declared.with_suffix(".pyx"))
+        for built in declared.parent.glob(f"{declared.stem}.*.so")
+        if source.exists() and source.stat().st_mtime > built.stat().st_mtime
+    ]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Repeat tests that were late, and handle Ctrl-C.
 
     Also in the background, where Ctrl-C is ignored: child processes of tests would inherit that.
     """
+    changed = out_of_date(Path(dist2.__file__).parent)
+    if changed:
+        pytest.exit(f"build again (python setup.py build_ext --inplace): {', '.join(changed)} changed", 2)
     config.pluginmanager.register(time_limits)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -323,7 +323,12 @@ def test_the_directory_lists_every_module_and_no_other() -> None:
     listed = directory_in(ARCHITECTURE)
     assert not not_in_the_directory(SOURCE, listed)
     paths = [ROOT / name.replace(".", "/") for name in listed]
-    assert not [path for path in paths if not (path.is_dir() or path.with_suffix(".py").exists())]
+    suffixes = ".py", ".pyx"
+    assert not [
+        path
+        for path in paths
+        if not (path.is_dir() or any(path.with_suffix(each).exists() for each in suffixes))
+    ]
 
 
 def test_a_module_that_the_directory_lacks_is_seen() -> None:

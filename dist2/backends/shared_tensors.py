@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 import torch
 
-from dist2.compiled.engine import WORDS_OF_CONTROL, share
 from dist2.errors import Dist2Error, InvalidUsageError
+from dist2.operation.engine import WORDS_OF_CONTROL, share
 from dist2.runtime.arguments import as_int
 from dist2.runtime.process import InChild, in_child
 from dist2.runtime.shared_memory import Arena, ArenaLocator

@@ -1,4 +1,4 @@
-"""c10d's names and ``(list, options)`` overloads for the operations of a group, and methods in C.
+"""c10d's names and ``(list, options)`` overloads for the operations of a group, and their usual calls.
 
 torch's own code (DDP, FSDP, DTensor, functional collectives) calls a group in this way. `with_c10d_calls`
 gives a class of groups that has the modern methods these calls as well. One decoder turns a c10d call into
@@ -9,10 +9,10 @@ the arguments of the modern method, by a table (`Spelling`) of how c10d spells i
   c10d call too: asynchronous unless its options say otherwise;
 * every name that only c10d has is asynchronous unless its options say otherwise.
 
-A call with positional arguments alone, of plain tensors, whose plan is known runs in C from its caller to the
-group's `OperationRunner` (`fast_method`). The peer of a message may be spelled ``dst=`` or ``src=``, or be
-followed by a tag. All other calls, and all calls where the parts in C were not built, take the method in
-Python, which means the same.
+A call with positional arguments alone, of plain tensors, whose plan is known goes from its caller to the
+group's `OperationRunner` without code in Python (`dist2.c10d.fast_methods`). The peer of a message may be
+spelled ``dst=`` or ``src=``, or be followed by a tag. All other calls take the method in Python, which means
+the same. Calls in c10d's form may come from C++, so they return a `Work` with a half in C++ (`whole`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
+from dist2.c10d import fast_methods  # type: ignore[attr-defined]  # compiled, without a stub
 from dist2.c10d.dynamo import as_method
-from dist2.compiled import records
 from dist2.errors import ArgumentTypeError, InvalidUsageError
+from dist2.operation.completed_work import whole
 from dist2.operation.kinds import SUM, OpKind
 from dist2.operation.runner import OperationRunner
 from dist2.operation.work import Work
@@ -162,11 +163,13 @@ def _shared(method: _Method, spelling: Spelling) -> _Method:
 
     @functools.wraps(method)
     def decoded(self: Any, *args: Any, **keywords: Any) -> Work:
-        return method(self, **decode(name, args, keywords))
+        work: Work = whole(method(self, **decode(name, args, keywords)))
+        return work
 
     spelled = frozenset({"opts", *spelling.keywords})
-    shared = records.C10dOverload(method, decoded, OPTIONS, spelled, spelling.position)
-    return functools.update_wrapper(shared, method)  # type: ignore[return-value]  # called as the method is
+    shared: _Method = fast_methods.overloaded(method, decoded, OPTIONS, spelled, spelling.position)
+    functools.update_wrapper(shared, method)
+    return shared
 
 
 def _old(name: str, method: Callable[..., Work], spelling: Spelling, example: str) -> Callable[..., Work]:
@@ -174,7 +177,8 @@ def _old(name: str, method: Callable[..., Work], spelling: Spelling, example: st
     decode = attrs.evolve(spelling, own=True).decode
 
     def call(self: Any, *args: Any, **keywords: Any) -> Work:
-        return method(self, **decode(name, args, keywords))
+        work: Work = whole(method(self, **decode(name, args, keywords)))
+        return work
 
     call.__name__ = name
     summary = (method.__doc__ or "").partition("\n")[0]
@@ -378,7 +382,7 @@ OF_OBJECTS: Mapping[str, Mapping[str, str]] = {
 
 
 class Pattern(enum.IntEnum):
-    """The meaning of a method's positional arguments; ``fast_methods.c`` has the same values."""
+    """The meaning of a method's positional arguments; ``fast_methods.pyx`` has the same values."""
 
     NOTHING = 0
     """None."""
@@ -403,7 +407,7 @@ class Pattern(enum.IntEnum):
 def fast_method(
     method: _Method, pattern: Pattern, kind: OpKind, agreed: Any = None, async_op: bool = False
 ) -> _Method:
-    """Return a method that runs common calls in C and passes the others to a method in Python.
+    """Return a method that runs usual calls compiled, and passes the others to a method in Python.
 
     Args:
         method: Takes every call.
@@ -412,9 +416,9 @@ def fast_method(
         agreed: Default of the arguments on which ranks must agree: the key by which plans are found.
         async_op: Whether its calls are asynchronous.
     """
-    return functools.update_wrapper(  # type: ignore[return-value]  # called as the method is
-        records.FastMethod(method, int(pattern), kind, agreed, async_op), method
-    )
+    made: _Method = fast_methods.fast_method(method, int(pattern), kind, agreed, async_op)
+    functools.update_wrapper(made, method)
+    return made
 
 
 FAST: Mapping[str, tuple[Any, ...]] = {
@@ -432,7 +436,7 @@ FAST: Mapping[str, tuple[Any, ...]] = {
     "isend": (Pattern.TO_PEER, OpKind.SEND, None, True),
     "irecv": (Pattern.FROM_PEER, OpKind.RECV, None, True),
 }
-"""Methods whose usual call runs in C, with the arguments of `fast_method` for each."""
+"""Methods whose usual call is compiled, with the arguments of `fast_method` for each."""
 
 
 def _renaming(method: Callable[..., Any], keywords: Mapping[str, str]) -> Callable[..., Any]:

@@ -1,16 +1,29 @@
-"""The hot path, built when dist2 is installed: `engine` binds dist2/core, `_native` has three parts.
+"""What is compiled when dist2 is installed, and needs no torch to be built.
 
-`records` makes, tells and counts the records of operations (see `dist2.operation.signature`), `steps` moves
-payloads over sockets, also for plans, `messages` carries messages inside a host
-(`dist2.backends.socket.transport.messages.express`). They need no torch to be built.
+`engine` binds dist2/core. `_native` has two parts in C: `steps` moves payloads over sockets, also for plans,
+`messages` carries messages inside a host (`dist2.backends.socket.transport.messages.express`). Modules beside
+a ``.pxd``, and ``.pyx`` files, are compiled by Cython: the call path in `dist2.operation` above all.
 """
 
-try:
-    from dist2.compiled._native import messages, records, steps
-except ModuleNotFoundError as error:
-    raise ImportError(
-        "the extension of dist2 was not built for this Python: run pip install in the folder of its sources, "
-        "or python setup.py build_ext --inplace"
-    ) from error
+_NOT_BUILT = (
+    "{} was not built for this Python: run pip install in the folder of its sources, "
+    "or python setup.py build_ext --inplace"
+)
 
-__all__ = ["messages", "records", "steps"]
+
+def check_built(name: str, file: str) -> None:
+    """Raise if a module that Cython compiles is imported from its source, which does not run as Python.
+
+    Raises:
+        ImportError: It is.
+    """
+    if file.endswith(".py"):
+        raise ImportError(_NOT_BUILT.format(name))
+
+
+try:
+    from dist2.compiled._native import messages, steps
+except ModuleNotFoundError as error:
+    raise ImportError(_NOT_BUILT.format("the extension of dist2")) from error
+
+__all__ = ["check_built", "messages", "steps"]

@@ -1,7 +1,6 @@
 """The extension: a module with its parts as attributes."""
 
 from dist2.compiled import _messages as messages
-from dist2.compiled import _records as records
 from dist2.compiled import _steps as steps
 
-__all__ = ["messages", "records", "steps"]
+__all__ = ["messages", "steps"]

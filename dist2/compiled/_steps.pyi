@@ -122,7 +122,7 @@ class Rail:
         """
 
 class Mover:
-    """Moves a message of a plan: see `dist2.compiled.engine.Plan.outside`."""
+    """Moves a message of a plan: see `dist2.operation.engine.Plan.outside`."""
 
     @property
     def outside(self) -> int: ...
@@ -140,7 +140,7 @@ class Movers:
         """Return a mover that waits until the messages over a rail are sent, up to one."""
 
 class Reader:
-    """Reads the memory of another process of this host; see `dist2.compiled.engine.Plan.read`.
+    """Reads the memory of another process of this host; see `dist2.operation.engine.Plan.read`.
 
     Args:
         pid: The process.

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import torch
 
-from dist2.backends.base import Backend
+from dist2.backends.base import Backend, GroupSpec
 from dist2.errors import ArgumentTypeError, InvalidUsageError, NanError
 from dist2.operation.contract import GroupParts, Run
 from dist2.operation.execution import Tensors
@@ -30,6 +30,7 @@ class PreHooks(GroupParts):
     """Registration of hooks that run before each operation."""
 
     backend: Backend
+    spec: GroupSpec
     _pre_hooks: tuple[PreHook, ...] = ()
     _unhooked_run: Run
     """`OperationRunner.run`, or that of the group's `Verifier`."""
@@ -71,6 +72,7 @@ class PreHooks(GroupParts):
         run, run_p2p = self._unhooked_run, self._runner.run_p2p
         self._run = self._asking(run) if hooks else run
         self._run_p2p = self._asking(run_p2p) if hooks else run_p2p
+        self._direct_runner = None if hooks or self.spec.verify else self._runner
 
     def _asking(self, run: Run) -> Run:
         """Return a function that asks the hooks, then runs the operation."""

@@ -139,7 +139,7 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
         self._store: Store | None = None
         try:
             if spec.verify and spec.info.world_size > 1:
-                self._run = self._unhooked_run = Verifier(self, spec, self._refuse).run
+                self._bind_verifier()
             open_groups.enter(self, self.info.name)
         except InvalidUsageError:
             backend.shutdown()
@@ -505,9 +505,16 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
 
     @on_ctrl_c(OnCtrlC.DEFER)
     def _bind_runner(self) -> None:
-        """Take over the runner's methods: those in C, or once the group is closed, those that refuse."""
+        """Let calls go to the runner: not by hooks, nor by a verifier."""
+        self._direct_runner = self._runner
         self._run = self._unhooked_run = self._runner.run
         self._run_p2p = self._runner.run_p2p
+
+    @on_ctrl_c(OnCtrlC.DEFER)
+    def _bind_verifier(self) -> None:
+        """Let collectives go by a verifier."""
+        self._run = self._unhooked_run = Verifier(self, self.spec, self._refuse).run
+        self._direct_runner = None
 
     def _operation_failed(self, operation: Operation, error: BaseException) -> None:
         """Tell other threads and other ranks about a failed operation."""

@@ -35,6 +35,7 @@ from dist2.operation.signature import Operation, Signature
 from dist2.operation.work import Work
 from dist2.runtime.arguments import as_int
 from dist2.runtime.rank_names import RankNames
+from dist2.runtime.signals import OnCtrlC, on_ctrl_c
 from dist2.store import PrefixStore
 
 BLOCK_BYTES = 65536
@@ -73,6 +74,7 @@ def check_verify(verify: object) -> int:
     return every
 
 
+@on_ctrl_c(OnCtrlC.DEFER_IN_CALLS)
 class Verifier:
     """Verifies the results of one group.
 

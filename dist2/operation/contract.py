@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dist2.operation.execution import Tensors
-from dist2.operation.plan_cache import AnyPlans, Plan
+from dist2.operation.plan_cache import Plan, Plans
 from dist2.operation.runner import OperationRunner, Timeout
 from dist2.operation.signature import GroupInfo
 from dist2.operation.work import Work
@@ -29,7 +29,9 @@ class GroupParts:
 
     # Set directly on the group as well as on its runner: an attribute less to look up in each call.
     _runner: OperationRunner
-    _plans: AnyPlans
+    _direct_runner: OperationRunner | None
+    """The runner, unless calls have to go by `_run` and `_run_p2p`: to hooks, say."""
+    _plans: Plans
     _run: Run
     _run_p2p: Run
 

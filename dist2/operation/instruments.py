@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """Registration of instruments: they observe groups and operations, and cannot break them.
 
 Nothing in dist2 imports an instrument. Those that every process wants (flight recorder, counters) are
@@ -15,15 +16,17 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol
 
-from dist2.compiled import records
+from dist2.compiled import check_built
 from dist2.errors import InvalidUsageError
 from dist2.operation.profiling import NAMES, RUNS, ProfilerRanges
-from dist2.operation.signature import Operation
+from dist2.operation.record import Listener, Operation
 from dist2.runtime.config import environment_flag
 
 Tell = Callable[[Operation], object]
 
 ENTRY_POINT_GROUP = "dist2.instruments"
+
+check_built(__name__, __file__)
 
 log = logging.getLogger("dist2.operation.instruments")
 
@@ -50,21 +53,11 @@ _EVENTS = ("group_opened", "group_closed", "operation_started", "operation_finis
 class Dispatch:
     """The instruments of this process, flattened to one tuple of bound methods an event.
 
-    It has slots, which C reads where they lie.
-
     Attributes:
         profiler: Names in torch's profiler; `RUNS` tells whether it runs.
     """
 
-    __slots__ = (
-        "_loaded",
-        "_lock",
-        "_ranges",
-        "instruments",
-        "operation_finished",
-        "operation_started",
-        "profiler",
-    )
+    profiler: dict[str, Any]
 
     def __init__(self) -> None:
         self.profiler = NAMES
@@ -74,6 +67,7 @@ class Dispatch:
         self.operation_finished: tuple[Tell, ...] = ()
         self._lock = threading.Lock()
         self._loaded = False
+        self.on_raise: Callable[[Tell, Exception], None] = self.raised
 
     def add(self, instrument: Instrument) -> Callable[[], None]:
         """Register an instrument; return a callable that removes it again.
@@ -149,11 +143,11 @@ class Dispatch:
     def started(self, operation: Operation) -> None:
         """Tell every instrument that an operation begins."""
         self.notice(operation)
-        records.tell(self.operation_started, operation, self.raised)
+        tell(self.operation_started, operation, self.on_raise)
 
     def finished(self, operation: Operation) -> None:
         """Tell every instrument that an operation ended."""
-        records.tell(self.operation_finished, operation, self.raised)
+        tell(self.operation_finished, operation, self.on_raise)
 
     def raised(self, teller: Tell, error: Exception) -> None:
         """Remove the instrument whose method raised."""
@@ -162,6 +156,38 @@ class Dispatch:
             raised = [each for each, *tells in methods if any(tell is teller for tell in tells)]
         for instrument in raised:
             self.drop(instrument, error)
+
+
+def tell(told: tuple[Tell, ...], operation: Operation, failed: Callable[[Tell, Exception], None]) -> int:
+    """Call each of ``told`` with an operation.
+
+    Args:
+        told: The callables, in order.
+        operation: Their argument.
+        failed: Called with a callable that raised, and its exception, if that is an `Exception`; the others
+            are still called.
+
+    Returns:
+        0.
+
+    Raises:
+        BaseException: Any that is no `Exception`, and exceptions of ``failed``.
+    """
+    at = 0
+    while at < len(told):
+        try:
+            while at < len(told):
+                each = told[at]
+                if isinstance(each, Listener):
+                    listener = each
+                    listener.hear(operation)
+                else:
+                    each(operation)
+                at += 1
+        except Exception as error:  # noqa: BLE001 - its instrument is dropped
+            failed(told[at], error)
+            at += 1
+    return 0
 
 
 dispatch = Dispatch()

@@ -11,7 +11,7 @@ from time import monotonic_ns
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from dist2.compiled.engine import take_parts
+from dist2.operation.engine import take_parts
 from dist2.operation.signature import Operation
 from dist2.runtime.deadline import deadline_in
 

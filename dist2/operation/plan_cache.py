@@ -1,30 +1,44 @@
+# cython: annotation_typing=False
 """Plans: the validated, prepared form of all calls with one signature, and the cache that finds them.
 
-`Plans` is a type in C where torch describes a tensor in one call (torch 2.10 and later). It passes tensors of
-other types to `AnyPlans`, which has all plans for an older torch.
+`Plans` finds the plans of plain tensors by keys (`dist2.operation.tensors`); those of other tensors, and all
+where torch cannot be read in C (before 2.10), are found by attributes of the tensors, in `AnyPlans`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import torch
+from cython.cimports.dist2.operation.lanes import lane_of
+from cython.cimports.dist2.operation.tensors import KeyedPlans
 
-from dist2.compiled import records
+from dist2.compiled import check_built
 from dist2.operation.aliasing import shared_places
+from dist2.operation.execution import Execute
 from dist2.operation.kinds import OpKind
+from dist2.operation.signature import Signature
 from dist2.operation.storage import exceeds_storage, has_no_storage
 from dist2.runtime.cache import keep
-from dist2.runtime.torch_versions import TENSOR_EXCHANGE, dispatch_keys, negated_view
+
+check_built(__name__, __file__)
 
 MAX_PLANS = 4096
 """Plans kept a group; programs with ever-changing shapes start over when it is full."""
 
-_TYPES = torch.Tensor, torch.nn.Parameter
-"""Types of tensors with plain metadata: shape, dtype and address describe them fully."""
-
 Tensors = Sequence[torch.Tensor]
+
+
+class Plan:
+    """The signature of a set of calls, and the callable that runs them."""
+
+    signature: Signature
+    execute: Execute
+
+    def __init__(self, signature: Signature, execute: Execute) -> None:
+        self.signature = signature
+        self.execute = execute
+        self.lane = lane_of(getattr(type(execute), "_lane", None))
 
 
 class AnyPlans:
@@ -66,11 +80,41 @@ class AnyPlans:
         self._by_key.clear()
 
     def plain(self, inputs: Tensors, outputs: Tensors) -> bool:
+        """Return False: here it is not asked whether tensors are plain; see `Plans.plain`."""
+        return False
+
+
+class Plans:
+    """The plans of a group: of plain tensors by keys, of others by attributes."""
+
+    def __init__(self) -> None:
+        self.keyed = KeyedPlans(MAX_PLANS)
+        self._others = AnyPlans()
+
+    def __len__(self) -> int:
+        return len(self.keyed.plans) + len(self._others)
+
+    def find(self, kind: OpKind, agreed: Hashable, inputs: Tensors, outputs: Tensors) -> Plan | None:
+        """Return the plan of a call like one that was kept; None where there is none: as `AnyPlans.find`."""
+        found: Plan | None = self.keyed.find(kind, agreed, inputs, outputs)
+        return self._others.find(kind, agreed, inputs, outputs) if found is None else found
+
+    def keep(self, kind: OpKind, agreed: Hashable, inputs: Tensors, outputs: Tensors, plan: Plan) -> None:
+        """Keep a plan for calls like this one, which was found to be valid."""
+        if not self.keyed.keep(kind, agreed, inputs, outputs, plan):
+            self._others.keep(kind, agreed, inputs, outputs, plan)
+
+    def clear(self) -> None:
+        """Let go of all."""
+        self.keyed.clear()
+        self._others.clear()
+
+    def plain(self, inputs: Tensors, outputs: Tensors) -> bool:
         """Whether a plan that is kept for these tensors is only ever found with plain ones.
 
-        Those are contiguous and neither lazily conjugated nor lazily negated. Here that is not asked.
+        Those are contiguous and neither lazily conjugated nor lazily negated. Without keys that is not asked.
         """
-        return False
+        return bool(self.keyed.takes(inputs, outputs))
 
 
 def _key(kind: OpKind, agreed: Hashable, inputs: Tensors, outputs: Tensors) -> Hashable:
@@ -94,59 +138,3 @@ def _key(kind: OpKind, agreed: Hashable, inputs: Tensors, outputs: Tensors) -> H
 
 def _lacks_memory(tensor: torch.Tensor) -> bool:
     return has_no_storage(tensor) or exceeds_storage(tensor)
-
-
-def samples() -> tuple[tuple[torch.Tensor, int, int, bool, int, int, int], ...]:
-    """Return tensors and torch's description of each, for `dist2.compiled.records.find_marks`.
-
-    Returns:
-        Each with the address of its other half, its marks, and whether it is plain: neither lazily negated
-        nor lazily conjugated; the address of its storage, that of its values, and the storage's length. None
-        where this torch does not say, or makes other tensors now.
-    """
-    try:
-        with torch.inference_mode(False):
-            plain = torch.ones(1, device="cpu"), torch.ones(2, dtype=torch.int64, device="cpu")
-            lazy = negated_view(plain[0]), negated_view(plain[1]), _conjugate()
-        tensors: tuple[Any, ...] = (*plain, torch.nn.Parameter(plain[0]), *lazy)
-        if not {type(each) for each in tensors} <= set(_TYPES):
-            return ()
-        return tuple(
-            [
-                (
-                    each,
-                    each._cdata,
-                    dispatch_keys(each),
-                    at < len(tensors) - len(lazy),
-                    each.untyped_storage()._cdata,
-                    each.untyped_storage().data_ptr(),
-                    each.untyped_storage().nbytes(),
-                )
-                for at, each in enumerate(tensors)
-            ]
-        )
-    except (AttributeError, RuntimeError, TypeError):
-        return ()
-
-
-def is_odd(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a contiguous tensor does not hold its values, or not all of them."""
-    return tensor.is_neg() or exceeds_storage(tensor)
-
-
-def _conjugate() -> torch.Tensor:
-    """Return a tensor that is lazily conjugated."""
-    return torch.conj(torch.ones(1, dtype=torch.complex64, device="cpu"))
-
-
-def _new_plans() -> Callable[[], AnyPlans]:
-    """Return the type of a group's cache of plans: in C, unless torch is too old for that."""
-    api = TENSOR_EXCHANGE
-    if api is None:
-        return AnyPlans
-    marks = records.find_marks(samples())
-    return lambda: records.Plans(AnyPlans(), api, _TYPES, is_odd, marks)
-
-
-Plan = records.Plan
-Plans = _new_plans()

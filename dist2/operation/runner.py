@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """`OperationRunner`: the one path that every operation of a group takes, from its call to its end.
 
 Theory of operation. A collective runs through these steps, in this file from top to bottom:
@@ -16,51 +17,60 @@ Point-to-point operations (`run_p2p`) do the same beside the queue: they never w
 An operation that is not complete when its call returns is held in a set until it is: torch's C++ may hold
 only the C++ half of its Work, and the Python half would be collected.
 
-`run` and `run_p2p` of a runner are methods of its part in C (``compiled/source/records``), which handles the
-usual call and leaves every other one to the methods below.
+This module is compiled by Cython. Calls with positional arguments of plain tensors come from
+`dist2.c10d.fast_methods` with the addresses of the tensors, which plans in C read while the call is under
+way.
+A function here has no Python frame; what it calls has.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from threading import get_ident
-from time import monotonic_ns
-from typing import NoReturn
+from typing import Any, NoReturn
 
+import cython
 import torch
+from cython.cimports.dist2.operation.completed_work import completed
+from cython.cimports.dist2.operation.interpreter import monotonic_ns
+from cython.cimports.dist2.operation.record import begin
+from cython.cimports.dist2.operation.turn import enter_turn, give_back
 
-from dist2.compiled import records
+from dist2.compiled import check_built
 from dist2.errors import (
     Dist2Error,
     GroupAbortedError,
     GroupRevokedError,
     InvalidUsageError,
-    OperationTimeoutError,
     PeerLostError,
 )
 from dist2.operation.aliasing import on_copies
+from dist2.operation.async_call import AsyncCall
 from dist2.operation.coalescing import Batch
-from dist2.operation.execution import Executor, Helped, Outcome, StreamOrdered, Tensors
+from dist2.operation.execution import Executor, Helped, Outcome, Tensors
+from dist2.operation.failures import locate, name_operation, own
 from dist2.operation.host_staging import is_staged, through_host
-from dist2.operation.instruments import dispatch
+from dist2.operation.instruments import Dispatch, dispatch, tell
 from dist2.operation.kinds import OpKind
 from dist2.operation.plan_cache import Plan, Plans
 from dist2.operation.poisoning import poison_outputs
+from dist2.operation.profiling import RUNS
 from dist2.operation.queue import CollectiveQueue, refuse_to_wait
-from dist2.operation.signature import GroupInfo, Operation, Signature
+from dist2.operation.record import Operation
+from dist2.operation.signature import GroupInfo, Signature
 from dist2.operation.storage import always_on, wait_async_tensors
 from dist2.operation.stream_work import StreamWork
 from dist2.operation.work import Work
 from dist2.runtime.code_marks import folders_of, library
 from dist2.runtime.completion import Completion
-from dist2.runtime.deadline import FOREVER_NS, PAST_NS, deadline_in, seconds
-from dist2.runtime.signals import OnCtrlC, await_end, on_ctrl_c
+from dist2.runtime.deadline import PAST_NS, deadline_in, seconds
+from dist2.runtime.signals import await_end
+
+check_built(__name__, __file__)
 
 Timeout = timedelta | float | None
 
@@ -76,7 +86,35 @@ def _ignore(operation: Operation, error: BaseException) -> None:
     """Take no notice: the group is closed."""
 
 
-@on_ctrl_c(OnCtrlC.DEFER)
+DISPATCH: Dispatch = dispatch
+
+
+class GroupState:
+    """State on which a group's calls depend, besides their arguments.
+
+    Args:
+        limit_ns: Limit of operations that name none, in nanoseconds.
+
+    Attributes:
+        fault: The error with which the group refuses operations; None while it accepts them.
+        aborted: The last thread to leave the group must release its resources.
+        hooks: Called after every operation.
+        batches: The batch that collects a thread's operations, by thread id.
+    """
+
+    limit_ns: int
+    fault: Dist2Error | None
+    aborted: bool
+    hooks: tuple[Callable[[Any], None], ...]
+    batches: dict[int, Batch]
+
+    def __init__(self, limit_ns: int) -> None:
+        self.limit_ns = limit_ns
+        self.fault = None
+        self.hooks = ()
+        self.batches = {}
+
+
 class OperationRunner:
     """Runs, numbers and ends the operations of one group, and keeps what they share.
 
@@ -93,43 +131,21 @@ class OperationRunner:
     def __init__(self, info: GroupInfo, backend: Executor, timeout_s: float) -> None:
         self.info = info
         self.backend = backend
-        self.state = records.GroupState(int(timeout_s * 1e9))
+        self.state = GroupState(int(timeout_s * 1e9))
         self.queue = CollectiveQueue(info.name, info)
         self.plans = Plans()
         self.closed = False
         self.on_failure: Callable[[Operation, BaseException], None] = _ignore
-        self._work_type = StreamWork if backend.stream_ordered else Work
+        self.here: tuple[str, ...] | None = LIBRARY_PATHS
+        self._natively_async = backend.natively_async
+        self._stream_ordered = backend.stream_ordered
+        self._work_type: Callable[..., Work] = StreamWork if backend.stream_ordered else Work
         self._in_flight: set[Work] = set()
-        self._in_flight_lock = threading.Lock()
-        self.in_c: records.OperationRunner | None = self._part_in_c()
-
-    def _part_in_c(self) -> records.OperationRunner:
-        """Have the part in C take the calls: an attribute of the object spares a frame in Python."""
-        in_c = records.OperationRunner(
-            group=self,
-            otherwise=self.run,
-            otherwise_beside=self.run_p2p,
-            state=self.state,
-            queue=self.queue,
-            dispatch=dispatch,
-            operation_type=Operation,
-            seconds=seconds,
-            here=LIBRARY_PATHS,
-            plans=self.plans,
-            rank=self.info.rank,
-            natively_async=self.backend.natively_async,
-        )
-        self.run = in_c.run  # type: ignore[method-assign, assignment]  # replaces the method
-        self.run_p2p = in_c.run_beside  # type: ignore[method-assign, assignment]  # replaces the method
-        return in_c
 
     def let_go(self) -> None:
         """Drop references back to the group, once it is closed, so that reference counting frees it."""
         self.plans.clear()
         self.on_failure = _ignore
-        self.in_c = None
-        for name in ("run", "run_p2p"):  # the methods below refuse calls as well
-            self.__dict__.pop(name, None)
 
     # State of the group
 
@@ -199,189 +215,195 @@ class OperationRunner:
 
     def run(self, plan: Plan, inputs: Tensors, outputs: Tensors, async_op: bool, timeout: Timeout) -> Work:
         """Run or issue a collective."""
-        operation = self._begin(plan.signature, async_op, timeout)
-        if self.state.batches and (batch := self.state.batches.get(get_ident())) is not None:
-            return self._defer(batch, self._issue, plan, operation, inputs, outputs)
-        queue = self.queue
-        if (async_op and not self.backend.natively_async) or not (seq := queue.enter()):
-            if not async_op:
-                if not queue.let_go():
-                    refuse_to_wait(operation)
-            elif (in_c := self.in_c) is not None and not self.backend.natively_async:
-                in_c.issuing = self._in_flight, self._job_done, Completion  # the next ones go in C
-            work, done = self._pending(operation, outputs)
-            self._issue(plan, work, done, inputs, outputs)
-            return self._returned(work, done)
-        operation.seq = seq
-        try:
-            pending = self._execute(plan, operation, inputs, outputs)
-        finally:
-            queue.leave()
-            self._job_done()
-        return self._work(operation, outputs, pending)
+        return self.run_at(plan, inputs, outputs, async_op, timeout, cython.NULL)
 
     def run_p2p(
         self, plan: Plan, inputs: Tensors, outputs: Tensors, async_op: bool, timeout: Timeout
     ) -> Work:
         """Run or issue a point-to-point operation: beside the queue, never behind a collective."""
+        return self.run_beside_at(plan, inputs, outputs, async_op, timeout, cython.NULL)
+
+    def run_at(
+        self,
+        plan: Plan,
+        inputs: Tensors,
+        outputs: Tensors,
+        async_op: bool,
+        timeout: Timeout,
+        places: Any,
+    ) -> Work:
+        """Run or issue a collective, with the addresses of its tensors if they are known."""
         operation = self._begin(plan.signature, async_op, timeout)
-        if self.state.batches and (batch := self.state.batches.get(get_ident())) is not None:
-            return self._defer(batch, self._start_p2p, plan, operation, inputs, outputs)
-        operation.seq = self.queue.number_message()
+        if self.state.batches and get_ident() in self.state.batches:
+            return self._defer(plan, operation, inputs, outputs, False)
         queue = self.queue
-        queue.enter_beside()
+        if not async_op or self._natively_async:
+            operation.seq = enter_turn(cython.address(queue.turn))
+            if operation.seq:
+                try:
+                    pending = self._execute(plan, operation, inputs, outputs, places)
+                finally:
+                    self._left(give_back(cython.address(queue.turn), 0))
+                if pending is None:
+                    return completed(operation, outputs)
+                return self._work(plan, operation, outputs, pending)
+            if not async_op and not queue.let_go():
+                refuse_to_wait(operation)
+        call = self._pending(plan, operation, inputs, outputs)
+        work = call._work  # once issued, another thread may complete it
+        self._issue(call)
+        return call.returned(work)
+
+    def run_beside_at(
+        self,
+        plan: Plan,
+        inputs: Tensors,
+        outputs: Tensors,
+        async_op: bool,
+        timeout: Timeout,
+        places: Any,
+    ) -> Work:
+        """Run or issue a point-to-point operation, with the address of its tensor if that is known."""
+        operation = self._begin(plan.signature, async_op, timeout)
+        if self.state.batches and get_ident() in self.state.batches:
+            return self._defer(plan, operation, inputs, outputs, True)
+        queue = self.queue
+        queue.turn.messages += 1
+        operation.seq = queue.turn.messages
+        queue.turn.beside += 1
         try:
-            pending = self._execute(plan, operation, inputs, outputs)
+            pending = self._execute(plan, operation, inputs, outputs, places)
         finally:
-            queue.leave_beside()
-            self._job_done()
-        return self._work(operation, outputs, pending)
+            queue.turn.beside -= 1
+            self._left(False)
+        if pending is None:
+            return completed(operation, outputs)
+        return self._work(plan, operation, outputs, pending)
+
+    def send_first(self, plan: Plan, tensor: torch.Tensor, address: int, async_op: bool) -> Work | None:
+        """Send a message before it is recorded: its receiver waits for each step of the sender before that.
+
+        The effect is that of `run_beside_at`. None, with nothing done, if the plan or the group needs that.
+        """
+        if plan.lane is cython.NULL or not self._takes_calls():
+            return None
+        now = cython.declare(cython.longlong, monotonic_ns())
+        sent = plan.lane.send(plan.execute, cython.cast("const char *", address), now)
+        if not sent:
+            return None
+        operation = begin(plan.signature, now, self.state.limit_ns, async_op, self.here)
+        queue = self.queue
+        queue.turn.messages += 1
+        operation.seq = queue.turn.messages
+        queue.turn.beside += 1
+        try:
+            self._started(operation)
+            operation.started_ns = operation.created_ns
+            try:
+                plan.lane.sent(plan.execute, operation, sent)
+            except BaseException as error:  # noqa: BLE001 - recorded and raised again
+                self._fail_inline(operation, error, (tensor,), ())
+            self._finished(operation)
+        finally:
+            queue.turn.beside -= 1
+            self._left(False)
+        return completed(operation, ())
+
+    def _takes_calls(self) -> bool:
+        """Whether the group neither refuses nor defers calls."""
+        return self.state.fault is None and not self.state.batches
+
+    def _limit_ns(self, timeout: Timeout) -> int:
+        """Return the limit of a call."""
+        return self.state.limit_ns if timeout is None else int(seconds(timeout) * 1e9)
 
     def _begin(self, signature: Signature, async_op: bool, timeout: Timeout) -> Operation:
         """Return the record of a new call, unless the group refuses calls."""
         if self.state.fault is not None:
             raise self.refusal(self.state.fault)
-        limit_ns = self.state.limit_ns if timeout is None else int(seconds(timeout) * 1e9)
-        return Operation.begun(signature, limit_ns, async_op, LIBRARY_PATHS)
+        return begin(signature, monotonic_ns(), self._limit_ns(timeout), async_op, self.here)
 
-    def _execute(self, plan: Plan, operation: Operation, inputs: Tensors, outputs: Tensors) -> Outcome:
+    def _execute(
+        self, plan: Plan, operation: Operation, inputs: Tensors, outputs: Tensors, places: Any
+    ) -> Outcome:
         """Hand an operation to the backend in the thread that called it."""
-        dispatch.started(operation)
+        self._started(operation)
         operation.started_ns = operation.created_ns
+        operation._places = places
         try:
             pending = plan.execute(operation, inputs, outputs)
         except BaseException as error:  # noqa: BLE001 - recorded and raised again
             self._fail_inline(operation, error, inputs, outputs)
+        finally:
+            operation._places = cython.NULL
         if pending is None:
             self._finished(operation)
         return pending
 
-    def _work(self, operation: Operation, outputs: Tensors, pending: Outcome) -> Work:
-        """Return the Work of an operation that the backend completed, or completes later."""
-        if pending is None:
-            return Work(operation, outputs)
-        work, done = self._pending(operation, outputs)
-        self._follow(pending, work, done)
-        return self._returned(work, done)
+    def _started(self, operation: Operation) -> int:
+        """Tell torch's profiler, if it runs, and all instruments that an operation begins."""
+        if DISPATCH.profiler.get(RUNS):
+            DISPATCH.profiled(operation)
+        tell(DISPATCH.operation_started, operation, DISPATCH.on_raise)
+        return 0
+
+    def _left(self, waited: bool) -> int:
+        """Wake threads that wait for the queue; after an abort, clean up if this thread was the last."""
+        try:
+            if waited:
+                self.queue.hand_on()
+        finally:
+            if self.state.aborted:
+                self.release()
+        return 0
+
+    def _work(
+        self, plan: Plan, operation: Operation, outputs: Tensors, pending: Future[None] | Helped
+    ) -> Work:
+        """Return the Work of an operation that the backend completes later."""
+        call = self._pending(plan, operation, (), outputs)
+        work = call._work
+        call.follow(pending)
+        return call.returned(work)
 
     # Operations that another thread may run
 
-    def _issue(self, plan: Plan, work: Work, done: Completion, inputs: Tensors, outputs: Tensors) -> None:
+    def _pending(self, plan: Plan, operation: Operation, inputs: Tensors, outputs: Tensors) -> AsyncCall:
+        """Return a call whose Work is held until it is complete."""
+        call: AsyncCall = AsyncCall(self, plan, operation, inputs, outputs)
+        call._work = self._work_type(operation, outputs, call)
+        self._in_flight.add(call._work)
+        return call
+
+    def _issue(self, call: AsyncCall) -> None:
         """Queue a collective; a thread that waits for it may run it."""
-        dispatch.notice(work.operation)
-        queue, ends_ns = self.queue, FOREVER_NS
-        if self.backend.stream_ordered and (seq := queue.enter()):
-            self._start_at_once(seq, plan, work, done, inputs, outputs)
+        DISPATCH.notice(call._operation)
+        queue = self.queue
+        if self._stream_ordered and (seq := queue.enter()):
+            self._start_at_once(seq, call)
             return
-
-        def help_out(until_ns: int) -> None:
-            if until_ns >= ends_ns:  # running it may take that long, and nothing ends it before
-                queue.help(done.done)
-            elif until_ns == PAST_NS:
-                queue.hurry()
-
-        work.helper = help_out
-        start = self.backend.bound(partial(self._start, plan, work, done, inputs, outputs))
+        call._work.helper = call.help_out
+        start = self.backend.bound(call.start)
         try:
-            ends_ns = queue.put(work.operation, start, self._job_done)
+            call._ends_ns = queue.put(call._operation, start, self._job_done)
         except BaseException:
-            work.helper = None
-            with self._in_flight_lock:
-                self._in_flight.discard(work)  # no thread will complete it
+            call.forget()  # no thread will complete it
             raise
 
-    def _start_at_once(
-        self, seq: int, plan: Plan, work: Work, done: Completion, inputs: Tensors, outputs: Tensors
-    ) -> None:
+    def _start_at_once(self, seq: int, call: AsyncCall) -> None:
         """Start a collective on the caller's stream, with the turn taken: it blocks no thread."""
-        work.operation.seq = seq
+        call._operation.seq = seq
         try:
-            error = self._start(plan, work, done, inputs, outputs)
+            error = call.start()
         finally:
             self.queue.leave()
             self._job_done()
         if error is not None:
             raise error
 
-    def _start_p2p(self, plan: Plan, work: Work, done: Completion, inputs: Tensors, outputs: Tensors) -> None:
-        """Start a point-to-point operation that was collected in a batch."""
-        work.operation.seq = self.queue.number_message()
-        self._start(plan, work, done, inputs, outputs)
-
-    def _start(
-        self, plan: Plan, work: Work, done: Completion, inputs: Tensors, outputs: Tensors
-    ) -> BaseException | None:
-        """Run an operation in the background; threads that wait for its Work get the outcome.
-
-        Returns:
-            An exception that concerns the calling thread as well: Ctrl-C, say.
-        """
-        if self.state.fault is not None:
-            refusal = self.refusal(self.state.fault)
-            self._poison(work.operation, refusal, inputs, outputs)
-            self._settle(work, done, refusal)
-            return None
-        dispatch.started(work.operation)
-        work.operation.started_ns = monotonic_ns()
-        try:
-            pending = plan.execute(work.operation, inputs, outputs)
-        except BaseException as error:  # noqa: BLE001 - it is delivered to those that wait
-            return self._fail_async(error, work, done, inputs, outputs)
-        if pending is None:
-            self._settle(work, done, None)
-        else:
-            self._follow(pending, work, done)
-        return None
-
-    def _pending(self, operation: Operation, outputs: Tensors) -> tuple[Work, Completion]:
-        """Return a Work and its completion; hold the Work until it is complete."""
-        done = Completion()
-        work = self._work_type(operation, outputs, done)
-        with self._in_flight_lock:
-            self._in_flight.add(work)
-        return work, done
-
-    def _follow(self, pending: Future[None] | Helped, work: Work, done: Completion) -> None:
-        """Settle an operation when the backend has completed it."""
-        if isinstance(pending, Helped):
-            work.helper = pending.help
-        if isinstance(pending, StreamOrdered) and isinstance(work, StreamWork):
-            work.ordered = pending
-
-        def ended(pending: Future[None] | Helped) -> None:
-            error = pending.exception()
-            if error is not None:
-                self._poison(work.operation, error, (), work.outputs)
-            self._settle(work, done, error)
-
-        pending.add_done_callback(ended)
-
-    def _settle(self, work: Work, done: Completion, error: BaseException | None) -> None:
-        """Complete an asynchronous operation: first its record, then those that wait for it."""
-        if error is None:
-            self._finished(work.operation)
-            done.set_result(None)
-        else:
-            done.set_exception(self._fail(work.operation, error))
-        work.helper = None  # it refers to the Work: a cycle would keep the tensors until a collection
-        with self._in_flight_lock:
-            self._in_flight.discard(work)
-
-    @staticmethod
-    def _returned(work: Work, done: Completion) -> Work:
-        """Return a Work as its caller asked for it: pending, or complete."""
-        if not work.operation.is_async:
-            helper = work.helper
-            if helper is not None:
-                helper(FOREVER_NS)
-            await_end(done, FOREVER_NS)
-            done.result()
-        return work
-
     def queued(self) -> list[Operation]:
         """Return the operations that were issued and wait for their turn, oldest first."""
-        with self._in_flight_lock:
-            issued = [work.operation for work in list(self._in_flight)]  # a copy: C takes no lock
+        issued = [work.operation for work in list(self._in_flight)]
         waiting = [each for each in issued if not each.started_ns and not each.finished_ns]
         return sorted(waiting, key=lambda operation: operation.created_ns)
 
@@ -390,8 +412,7 @@ class OperationRunner:
         deadline_ns = deadline_in(self.timeout_s)
         if not self.queue.drain(self.timeout_s):
             return False
-        with self._in_flight_lock:
-            pending = {work: work._pending for work in list(self._in_flight) if work._pending is not None}
+        pending = {work: work._pending for work in list(self._in_flight) if work._pending is not None}
         soon_ns = min(deadline_ns, deadline_in(_PATIENCE_S))
         late = [work for work, end in pending.items() if not await_end(end, soon_ns)]
         if late:  # no peer may ever send what a forgotten Work receives
@@ -401,12 +422,13 @@ class OperationRunner:
 
     # How operations end
 
-    def _finished(self, operation: Operation) -> None:
+    def _finished(self, operation: Operation) -> int:
         """Record and report an operation that succeeded."""
         operation.finished_ns = monotonic_ns()
-        dispatch.finished(operation)
+        tell(DISPATCH.operation_finished, operation, DISPATCH.on_raise)
         if self.state.hooks:
             self._tell_hooks(operation)
+        return 0
 
     def _fail_inline(
         self, operation: Operation, error: BaseException, inputs: Tensors, outputs: Tensors
@@ -415,26 +437,18 @@ class OperationRunner:
         self._poison(operation, error, inputs, outputs)
         raise self._fail(operation, error) from error.__cause__
 
-    def _fail_async(
-        self, error: BaseException, work: Work, done: Completion, inputs: Tensors, outputs: Tensors
-    ) -> BaseException | None:
-        """Give the error to those that wait; return it if it concerns the calling thread as well."""
-        self._poison(work.operation, error, inputs, outputs)
-        self._settle(work, done, error)
-        return None if isinstance(error, Exception) else error
-
     def _fail(self, operation: Operation, error: BaseException) -> BaseException:
         """Record and report a failure; return the error, with the operation's name and place filled in."""
         if isinstance(error, (GroupRevokedError, PeerLostError)) and error.seq is None:
-            error = _own(error)
+            error = own(error)
         if isinstance(error, Dist2Error):
             if error.seq != operation.seq:  # else it was raised for this operation, and names it
-                _name_operation(error, operation)
-            _locate(error, operation)
+                name_operation(error, operation)
+            locate(error, operation)
         operation.error = error
         operation.finished_ns = monotonic_ns()
         self._break(operation, error)
-        dispatch.finished(operation)
+        DISPATCH.finished(operation)
         self._tell_hooks(operation)
         return error
 
@@ -540,18 +554,11 @@ class OperationRunner:
         return combined
 
     def _defer(
-        self,
-        batch: Batch,
-        start: Callable[[Plan, Work, Completion, Tensors, Tensors], None],
-        plan: Plan,
-        operation: Operation,
-        inputs: Tensors,
-        outputs: Tensors,
+        self, plan: Plan, operation: Operation, inputs: Tensors, outputs: Tensors, beside: bool
     ) -> Work:
-        """Collect an operation in a batch."""
+        """Collect an operation in the calling thread's batch."""
         operation.is_async = True
-        work, done = self._pending(operation, outputs)
-        thread = get_ident()
+        call, thread = self._pending(plan, operation, inputs, outputs), get_ident()
 
         def refuse_to_wait_inside(until_ns: int) -> None:
             if until_ns != PAST_NS and get_ident() == thread:
@@ -561,37 +568,13 @@ class OperationRunner:
                     group=self.info.name,
                 )
 
-        def begin() -> None:
-            work.helper = None
-            start(plan, work, done, inputs, outputs)
+        def start() -> None:
+            call._work.helper = None
+            if beside:
+                operation.seq = self.queue.number_message()
+                call.start()
+            else:
+                self._issue(call)
 
-        work.helper = refuse_to_wait_inside
-        return batch.add(work, begin, lambda error: self._settle(work, done, error))
-
-
-def _own(error: Dist2Error) -> Dist2Error:
-    """Return a copy for one operation: all that run when a group breaks raise the same error."""
-    own = error.again(str(error))
-    own.__cause__ = error.__cause__
-    return own
-
-
-def _locate(error: Dist2Error, operation: Operation) -> None:
-    """Fill in the place of a failed operation, where the code that raised could not know it."""
-    signature = operation.signature
-    group = signature.group
-    error.locate(group.name, signature.kind.value, operation.seq, group.rank, group.global_ranks)
-
-
-@on_ctrl_c(OnCtrlC.DEFER)
-def _name_operation(error: Dist2Error, operation: Operation) -> None:
-    """Name the failed operation in the message, where the code that raised could not know it."""
-    if isinstance(error, (OperationTimeoutError, PeerLostError, GroupRevokedError)):
-        error.prefix(f"{operation.describe()} in group {operation.signature.group.name!r}")
-        if isinstance(error, OperationTimeoutError) and error.timeout_s is None:
-            error.timeout_s = operation.timeout_s
-            error.elapsed_s = (monotonic_ns() - operation.created_ns) / 1e9
-            # torch's words: programs that ran on torch search for them
-            error.args = (
-                f"{error}. Timed out after {error.elapsed_s:.3g} s, limit {operation.timeout_s:.3g} s",
-            )
+        call._work.helper = refuse_to_wait_inside
+        return self.state.batches[thread].add(call._work, start, call.settle)

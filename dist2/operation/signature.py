@@ -1,11 +1,7 @@
-"""One operation on one group: the request (`Signature`) and its course (`Operation`).
-
-An `Operation` has the fields of a `Record`, a type in C.
-"""
+"""`Signature`: the request of a call on a group, everything but its tensors' memory, and its fingerprint."""
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import math
 from functools import lru_cache
@@ -14,10 +10,21 @@ from typing import NamedTuple
 import attrs
 import torch
 
-from dist2.compiled import records
-from dist2.operation.description import Call
 from dist2.operation.kinds import OpKind, Reduction
+from dist2.operation.record import FIELDS, Operation, State
 from dist2.runtime.rank_names import RankNames
+
+__all__ = [
+    "FIELDS",
+    "GroupInfo",
+    "Operation",
+    "Signature",
+    "State",
+    "TensorMeta",
+    "context_id",
+    "digest",
+    "fingerprint_of",
+]
 
 _MAX_FINGERPRINTS = 1024
 
@@ -168,99 +175,3 @@ def _fingerprint(
 def digest(text: str) -> int:
     """Return 64 bits of a hash that is the same in all processes, never 0."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") or 1
-
-
-class State(enum.Enum):
-    """The state of an operation."""
-
-    SCHEDULED = "scheduled"
-    STARTED = "started"
-    COMPLETED = "completed"
-    FAILED = "failed"
-
-
-FIELDS = (
-    "signature",
-    "seq",
-    "deadline_ns",
-    "created_ns",
-    "started_ns",
-    "finished_ns",
-    "error",
-    "code",
-    "instruction",
-    "is_async",
-    "source",
-)
-"""All there is in a record."""
-
-
-class Operation(records.Record):
-    """The record of one call, which instruments see and the flight recorder keeps.
-
-    It holds no tensors. Written by the thread that runs the operation, read by any.
-
-    Attributes:
-        signature: Signature of the call.
-        seq: Number of this collective in its group, or of this point-to-point in its group; from 1.
-        deadline_ns: Monotonic nanosecond after which it times out.
-        created_ns: Monotonic nanosecond of the call.
-        started_ns: When it began to move data; 0 before.
-        finished_ns: When it ended, well or badly; 0 before.
-        error: The exception that it failed with, or None.
-        code: Code object of the frame in user code that called, and
-        instruction: the offset in it (the line costs more to compute than an operation may).
-        is_async: Whether the caller asked for a Work to wait on.
-        source: Group rank that a receive got its message from; -1 before, and elsewhere.
-    """
-
-    __slots__ = ()
-
-    signature: Signature
-
-    @property
-    def state(self) -> State:
-        """The state, derived from the times."""
-        if self.finished_ns:
-            return State.COMPLETED if self.error is None else State.FAILED
-        return State.STARTED if self.started_ns else State.SCHEDULED
-
-    @property
-    def timeout_s(self) -> float:
-        """The limit it was given, in seconds."""
-        return (self.deadline_ns - self.created_ns) / 1e9
-
-    @property
-    def line(self) -> int:
-        """Line of the call in `code`; 0 where unknown."""
-        if self.code is None:
-            return 0
-        for start, end, line in self.code.co_lines():
-            if start <= self.instruction < end:
-                return line or 0
-        return 0
-
-    def call(self) -> Call:
-        """Return the description of the call that other ranks get."""
-        signature = self.signature
-        metas = signature.inputs or signature.outputs
-        if signature.kind is OpKind.ALL_GATHER_V:  # whose inputs may differ: the outputs may not
-            metas = signature.outputs
-        return Call(
-            op=signature.kind.value,
-            seq=self.seq,
-            dtypes=tuple(str(meta.dtype).removeprefix("torch.") for meta in metas),
-            shapes=tuple(meta.shape for meta in metas),
-            reduction=None if signature.reduction is None else str(signature.reduction),
-            root=signature.root,
-            peer=signature.peer,
-            tag=signature.tag if signature.kind.is_p2p else None,
-            file=self.code.co_filename if self.code is not None else "",
-            line=self.line,
-            text=self.describe(),
-        )
-
-    def describe(self) -> str:
-        """Describe the call and its place in a line: ``all_reduce(float32[4], op=sum) #7 at train.py:12``."""
-        where = f" at {self.code.co_filename}:{self.line}" if self.code is not None else ""
-        return f"{self.signature} #{self.seq}{where}"

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch.distributed import Work as TorchWork
 
-from dist2.compiled import records
 from dist2.errors import GroupAbortedError, OperationTimeoutError
 from dist2.operation.awaiting import completed
 from dist2.operation.kinds import OpKind
@@ -83,7 +82,6 @@ class Work(TorchWork):
     loop of asyncio or trio.
     """
 
-    # Those that are complete are also made in C, which knows the slots: see `records.adopt` below.
     __slots__ = ("_pending", "_process", "helper", "operation", "outputs")
 
     helper: Callable[[int], None] | None
@@ -347,8 +345,6 @@ _pinned: Pins[Work] = Pins()
 
 _presumed_held: deque[Work] = deque(maxlen=64)
 """Works that C++ may hold, where that is unknown; few, because they keep tensors longer than needed."""
-
-records.adopt(Work, TorchWork.__init__)
 
 
 # A future of torch with a type

@@ -160,16 +160,6 @@ def negated_view(tensor: torch.Tensor) -> torch.Tensor:
     return torch._neg_view(tensor)
 
 
-def dispatch_keys(tensor: torch.Tensor) -> int:
-    """Return the bits by which torch chooses the implementation of an operation on a tensor.
-
-    Raises:
-        AttributeError: This torch does not say.
-    """
-    found: int = torch._C._dispatch_keys(tensor).raw_repr()
-    return found
-
-
 def profiling_all_threads() -> dict[str, Any]:
     """Return arguments with which torch's profiler sees all threads; none where it has no such option."""
     try:

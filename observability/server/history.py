@@ -16,6 +16,7 @@ from typing import Any
 
 import attrs
 
+from dist2.operation.counters import Counters
 from observability.exposition import bus_share
 from observability.metrics import BYTES, DURATIONS, FAILED, Metrics
 
@@ -66,7 +67,7 @@ class History:
         self._metrics = metrics
         self._points: deque[_Point] = deque(maxlen=POINTS)
         self._names: list[str] = [ALL]
-        self._before: Mapping[tuple[str, int], Sequence[int]] = metrics.totals()
+        self._before: Mapping[tuple[str, int], Counters] = metrics.totals()
         self._before_ns = time.monotonic_ns()
 
     def sample(self) -> None:

@@ -1,4 +1,4 @@
-"""Asynchronous collectives in C and in Python: the same records, outcomes and errors in all cases."""
+"""Asynchronous collectives: records, outcomes and errors in all cases."""
 
 from __future__ import annotations
 
@@ -14,24 +14,18 @@ from support.instruments import Told, backend_does
 
 import dist2
 from dist2 import GroupAbortedError, InvalidUsageError, OperationTimeoutError, ProcessGroup, add_instrument
-from dist2.compiled import records
-from dist2.operation.runner import OperationRunner
+from dist2.operation.async_call import AsyncCall
 from dist2.operation.signature import Operation, State
 from dist2.operation.work import Work
-from dist2.runtime.completion import Completion
 from dist2.runtime.threads import Worker
 
 
-@pytest.fixture(params=["python", "c"])
-def pg(request: pytest.FixtureRequest) -> Iterator[ProcessGroup]:
-    """Yield a group of one on either way, whose first asynchronous call is behind it: others go in C."""
+@pytest.fixture
+def pg() -> Iterator[ProcessGroup]:
+    """Yield a group of one, with two asynchronous calls behind it."""
     with dist2.new_group("fake", store=dist2.HashStore(), rank=0, world_size=1) as pg:
-        if request.param == "python":
-            pg._run = OperationRunner.run.__get__(pg._runner)
         pg.broadcast(torch.ones(2), 0, async_op=True).wait()
-        assert type(pg.broadcast(torch.ones(2), 0, async_op=True)._pending) is (
-            Completion if request.param == "python" else records and records.AsyncCall
-        )
+        assert type(pg.broadcast(torch.ones(2), 0, async_op=True)._pending) is AsyncCall
         pg._runner.drain()
         yield pg
 
@@ -209,15 +203,9 @@ def test_all_is_let_go_without_the_garbage_collector(pg: ProcessGroup) -> None:
         gc.enable()
 
 
-def test_what_issuing_takes_is_checked() -> None:
-    with dist2.new_group("fake", store=dist2.HashStore(), rank=0, world_size=1) as pg:
-        assert pg._runner.in_c is not None and pg._runner.in_c.issuing is None
-        with pytest.raises(TypeError, match="a set and two callables, got 3"):
-            pg._runner.in_c.issuing = 3  # type: ignore[assignment]  # wrong, on purpose
-        issue(pg).wait()
-        work = issue(pg)
-        with pytest.raises(TypeError, match="a time or nothing"):
-            work._pending(1, 2)  # type: ignore[operator]  # wrong, on purpose
-        work.wait()
-        with pytest.raises(RuntimeError, match="done already"):
-            work._pending.set_result(None)
+def test_it_is_done_once(pg: ProcessGroup) -> None:
+    work = issue(pg)
+    pending = work._pending
+    work.wait()
+    with pytest.raises(RuntimeError, match="done already"):
+        pending.set_result(None)

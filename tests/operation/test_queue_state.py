@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from support.threads import together
 
-from dist2.compiled import records
+from dist2.operation.queue import QueueState
 
 
 def test_one_has_the_turn_and_others_queue() -> None:
-    made = records.QueueState()
+    made = QueueState()
     assert made.idle
     assert made.enter() == 1
     assert (made.enter(), made.enter_queued(), made.idle) == (0, False, False)
@@ -29,7 +29,7 @@ def test_one_has_the_turn_and_others_queue() -> None:
 
 
 def test_the_thread_that_has_the_turn_is_known() -> None:
-    made = records.QueueState()
+    made = QueueState()
     assert not made.is_held_here
     made.enter()
     assert made.is_held_here
@@ -46,7 +46,7 @@ def test_the_thread_that_has_the_turn_is_known() -> None:
 
 
 def test_it_closes_once_and_only_when_nobody_is_there() -> None:
-    made = records.QueueState()
+    made = QueueState()
     assert made.empty
     made.enter_beside()
     assert (made.close(), made.empty) == (False, False)
@@ -62,7 +62,7 @@ def test_it_closes_once_and_only_when_nobody_is_there() -> None:
 
 
 def test_numbers_are_given_once() -> None:
-    made = records.QueueState()
+    made = QueueState()
     seen: list[int] = []
 
     def body() -> None:
@@ -80,7 +80,7 @@ def test_numbers_are_given_once() -> None:
 
 
 def test_the_turn_is_kept_for_the_next_or_laid_down_for_a_moment() -> None:
-    made = records.QueueState()
+    made = QueueState()
     assert made.enter() == 1
     assert not made.pass_on()
     assert not made.lay_down()
@@ -97,7 +97,7 @@ def test_the_turn_is_kept_for_the_next_or_laid_down_for_a_moment() -> None:
 
 
 def test_a_job_is_awaited_while_none_could_run() -> None:
-    made = records.QueueState()
+    made = QueueState()
     assert not made.await_job(0.001)
     made.issue()
     assert made.await_job(10.0)
@@ -116,7 +116,7 @@ def test_a_job_is_awaited_while_none_could_run() -> None:
 
 
 def test_nothing_is_awaited_after_the_end_but_what_is_queued() -> None:
-    made = records.QueueState()
+    made = QueueState()
     found: list[bool] = []
     waiter = threading.Thread(target=lambda: found.append(made.await_job(10.0)))
     waiter.start()
@@ -139,7 +139,7 @@ def test_nothing_is_awaited_after_the_end_but_what_is_queued() -> None:
 
 
 def test_no_wake_up_is_lost() -> None:
-    made, ran = records.QueueState(), 0
+    made, ran = QueueState(), 0
 
     def body() -> None:
         nonlocal ran
@@ -160,7 +160,7 @@ def test_no_wake_up_is_lost() -> None:
 
 
 def test_a_job_that_nobody_comes_for_is_found_at_once() -> None:
-    made = records.QueueState()
+    made = QueueState()
     made.hurry()  # nothing is queued: nothing to hurry
     assert not made.await_job(0.001)
     made.issue()

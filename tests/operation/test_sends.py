@@ -1,4 +1,4 @@
-"""Messages that C sends before it records them: the same records, and earlier arrival."""
+"""Messages that are sent before they are recorded: the same records, and earlier arrival."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_it_is_noted_as_every_other(name: str) -> None:
             line = sys._getframe().f_lineno - 1
         unhook()
         operation = work.operation
-        assert type(work) is Work
+        assert isinstance(work, Work)
         assert list(work.outputs) == []
         assert work.wait() and work.is_success()
         assert hooked == [operation]

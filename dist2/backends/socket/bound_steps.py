@@ -17,7 +17,7 @@ from dist2.backends.socket.lowering import Place, add_fold
 from dist2.backends.socket.reduction import Folding
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.compiled import steps
-from dist2.compiled.engine import Plan, Script
+from dist2.operation.engine import Plan, Script
 
 Tensors = Sequence[torch.Tensor]
 Action = Callable[[Any], Any]

@@ -1,6 +1,6 @@
 """Python's part in plans inside a host: long waits, and the steps that the core leaves to its caller.
 
-`Host` is what a script (`dist2.compiled.engine`) calls. Each such step has a payload, an object below, whose
+`Host` is what a script (`dist2.operation.engine`) calls. Each such step has a payload, an object below, whose
 ``do`` is called with the host, the call, the script, and the number of the step.
 """
 
@@ -18,12 +18,8 @@ from dist2.backends.socket.sizes import BESIDE_NOTE, compare_sizes
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.lending import Lending
 from dist2.backends.socket.transport.boards.recall import Recall
-from dist2.compiled import engine
+from dist2.operation import engine
 from dist2.operation.signature import Operation
-from dist2.runtime.torch_versions import TENSOR_EXCHANGE
-
-if TENSOR_EXCHANGE is not None:  # otherwise tensors are asked for their addresses
-    engine.read_tensors(torch.Tensor, TENSOR_EXCHANGE)
 
 NEXT: int = engine.NEXT
 RETRY: int = engine.RETRY
@@ -34,7 +30,7 @@ MAPPED_NOTE = 1 << 33
 """Published in place of the number of blocks by a rank whose tensors are mapped. No rank has so many."""
 
 Script = Any
-"""`dist2.compiled.engine.Script`."""
+"""`dist2.operation.engine.Script`."""
 
 
 class Payload(Protocol):

@@ -23,7 +23,7 @@ from dist2.backends.socket.layout import Layout, Parts
 from dist2.backends.socket.reduction import Folding
 from dist2.backends.socket.transport.boards.control_words import ALL, NOBODY
 from dist2.backends.socket.transport.boards.pieces import HALVES, kind_for
-from dist2.compiled.engine import Plan
+from dist2.operation.engine import Plan
 
 TENSOR, SLOT, MAPPED = range(3)
 """Bases of places: a tensor of the call, by number; a slot, by rank; memory that was taken, by number."""

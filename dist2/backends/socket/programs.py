@@ -37,7 +37,7 @@ from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.lending import Lending
 from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds
-from dist2.compiled.engine import Script
+from dist2.operation.engine import Script
 from dist2.operation.kinds import MAX, OpKind
 from dist2.operation.signature import Operation, Signature
 

@@ -25,7 +25,7 @@ from dist2.backends.socket.sizes import note_of
 from dist2.backends.socket.transport.boards.pieces import PIECE_BYTES
 from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds
-from dist2.compiled.engine import Plan
+from dist2.operation.engine import Plan
 from dist2.operation.kinds import OpKind, ReduceKind
 from dist2.operation.signature import Signature, TensorMeta
 from dist2.runtime.cache import keep

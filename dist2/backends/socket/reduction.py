@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 import attrs
 import torch
 
-from dist2.compiled.engine import FOLD_NAMES
 from dist2.errors import InvalidUsageError
+from dist2.operation.engine import FOLD_NAMES
 from dist2.operation.kinds import ReduceKind, Reduction
 
 Fold = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]

@@ -5,7 +5,7 @@
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "dist2.compiled._native",
-    .m_doc = "The hot path: records of operations, steps on shared memory, messages inside a host.",
+    .m_doc = "Steps on shared memory, messages inside a host.",
     .m_size = -1,
 };
 
@@ -23,7 +23,7 @@ PyInit__native(void)
 {
     PyObject *self = PyModule_Create(&module);
     if (self == NULL || add_part(self, "messages", messages_made()) < 0 ||
-        add_part(self, "records", records_made()) < 0 || add_part(self, "steps", steps_made()) < 0) {
+        add_part(self, "steps", steps_made()) < 0) {
         Py_XDECREF(self);
         return NULL;
     }

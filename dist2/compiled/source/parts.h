@@ -8,7 +8,6 @@
 
 /* Return a new part; NULL with an exception. */
 PyObject *messages_made(void);
-PyObject *records_made(void);
 PyObject *steps_made(void);
 
 #endif

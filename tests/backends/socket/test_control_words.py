@@ -23,7 +23,7 @@ from dist2.backends.socket.transport.boards.control_words import (
     sleeping_word,
 )
 from dist2.backends.socket.transport.boards.pieces import CONTROL_BYTES
-from dist2.compiled.engine import WORDS_OF_CONTROL
+from dist2.operation.engine import WORDS_OF_CONTROL
 
 CORE_SOURCES = Path(dist2.__file__).parent / "core"
 

@@ -26,7 +26,7 @@ from dist2.backends.socket.transport.boards.control_words import (
     NOBODY,
 )
 from dist2.backends.socket.transport.boards.pieces import HALVES, LONGER, TINY
-from dist2.compiled.engine import FOLD_NAMES, LEAVE, RESTART, RETRY, Plan, Script
+from dist2.operation.engine import FOLD_NAMES, LEAVE, RESTART, RETRY, Plan, Script
 from dist2.operation.signature import Operation
 
 HERE = (IS_MAPPED, 1, *[0] * (HEADER_WORDS - 2))

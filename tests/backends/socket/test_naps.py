@@ -16,7 +16,7 @@ from dist2.backends.socket.transport.boards.control_words import ALL, RING, SLEE
 from dist2.backends.socket.transport.boards.pieces import PIECES
 from dist2.backends.socket.transport.boards.waiting import sleep_ms
 from dist2.backends.socket.transport.doorbell import Doorbell, PeerDoorbell
-from dist2.compiled.engine import WORDS_OF_CONTROL, Arrivals
+from dist2.operation.engine import WORDS_OF_CONTROL, Arrivals
 from dist2.operation.signature import Operation
 
 CORE, RAN, RANG = (WORDS_OF_CONTROL[name] for name in ("CORE", "RAN", "RANG"))

@@ -14,7 +14,7 @@ from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.control_words import ALL, HEADER_WORDS, TABLE_BYTES
 from dist2.backends.socket.transport.boards.pieces import HALVES, LONGER, PIECE_BYTES, TINY, TINY_BYTES
 from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
-from dist2.compiled.engine import FOLD_NAMES, Plan, Script
+from dist2.operation.engine import FOLD_NAMES, Plan, Script
 
 RANK, OTHER = 1, 2
 INPUT, OUTPUT = 0, 1  # of a plan with one of each, of 100 bytes

@@ -50,14 +50,6 @@ attribute_number(PyObject *object, Field *field)
     return number;
 }
 
-/* Return the addresses of the tensors of a call; NULL if they are not known. */
-const Places *
-attribute_places(PyObject *object, Field *field)
-{
-    const unsigned long long *place = field_at(object, field, T_ULONGLONG);
-    return place != NULL ? (const Places *)(uintptr_t)*place : NULL;
-}
-
 int
 set_attribute(PyObject *object, Field *field, PyObject *value)
 {

@@ -5,7 +5,7 @@
 #include "parts.h"
 
 static PyObject *str_data_ptr, *str_free_slots;
-static Field field_last, field_is_async, field_deadline_ns, field_source, field_places, field_created_ns;
+static Field field_last, field_is_async, field_deadline_ns, field_source, field_created_ns;
 
 /* ---- Offers ---- */
 
@@ -156,9 +156,8 @@ only_tensor(PyObject *inputs, PyObject *outputs)
 
 /* Return the address of the tensor of a call. The caller has usually read it already. */
 static char *
-address_of(PyObject *operation, PyObject *tensor)
+address_of(const Places *places, PyObject *tensor)
 {
-    const Places *places = attribute_places(operation, &field_places);
     if (places != NULL && places->count == 1 && places->tensors[0] == tensor) {
         return (char *)places->spans[0].start;
     }
@@ -194,6 +193,11 @@ static PyObject *
 received(Call *call)
 {
     long rank = call->carrier->express->rank;
+    const Calls *calls = calls_of(call->operation);
+    if (calls != NULL) {
+        calls->set_source(call->operation, (int)rank);
+        Py_RETURN_NONE;
+    }
     return set_number(call->operation, &field_source, rank) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
@@ -286,15 +290,20 @@ carrier_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *na
     if (call.tensor == NULL || set_attribute(call.carrier->messenger, &field_last, args[0]) < 0) {
         return NULL;
     }
-    int is_async = attribute_is_true(args[0], &field_is_async);
-    call.deadline_ns = is_async ? 0 : attribute_number(args[0], &field_deadline_ns);
-    call.began_ns = attribute_number(args[0], &field_created_ns);
-    if (is_async < 0 || PyErr_Occurred()) {
-        return NULL;
+    CallFields fields = {.places = NULL};
+    if (!read_call(args[0], &fields)) {
+        fields.is_async = attribute_is_true(args[0], &field_is_async);
+        fields.deadline_ns = attribute_number(args[0], &field_deadline_ns);
+        fields.created_ns = attribute_number(args[0], &field_created_ns);
+        if (PyErr_Occurred()) {
+            return NULL;
+        }
     }
+    call.deadline_ns = fields.is_async ? 0 : fields.deadline_ns;
+    call.began_ns = fields.created_ns;
     Py_INCREF(call.carrier);
     Py_INCREF(call.tensor);
-    call.address = address_of(args[0], call.tensor);
+    call.address = address_of(fields.places, call.tensor);
     PyObject *result = call.address == NULL && PyErr_Occurred() ? NULL : carry(&call);
     Py_DECREF(call.tensor);
     Py_DECREF(call.carrier);
@@ -392,7 +401,7 @@ messages_made(void)
     static const Name names[] = {
         {&str_data_ptr, "data_ptr"},       {&field_last.name, "last"},     {&field_is_async.name, "is_async"},
         {&field_deadline_ns.name, "deadline_ns"}, {&field_source.name, "source"},
-        {&field_places.name, "places"},    {&field_created_ns.name, "created_ns"},
+        {&field_created_ns.name, "created_ns"},
         {&str_free_slots, "_free_slots"},
     };
     if (intern(names, Py_ARRAY_LENGTH(names)) < 0 || watching_ready() < 0 || loans_ready() < 0 ||

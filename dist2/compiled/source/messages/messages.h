@@ -6,7 +6,7 @@
 #include "exceptions.h"
 #include "lanes.h"
 #include "names.h"
-#include "places.h"
+#include "calls.h"
 #include "waiting.h"
 
 #include <structmember.h>
@@ -134,7 +134,6 @@ extern Field field_tx, field_rx, field_fault, field_aborted, field_waiters;
 int attribute_is_true(PyObject *object, Field *field);
 int attribute_is_none(PyObject *object, Field *field);
 long long attribute_number(PyObject *object, Field *field);
-const Places *attribute_places(PyObject *object, Field *field);
 int set_attribute(PyObject *object, Field *field, PyObject *value);
 int set_number(PyObject *object, Field *field, long long number);
 int call(PyObject *callable);

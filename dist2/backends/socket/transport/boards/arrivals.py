@@ -17,7 +17,7 @@ import os
 
 from dist2.backends.socket.transport.boards.pieces import PIECES
 from dist2.backends.socket.transport.doorbell import Doorbell
-from dist2.compiled.engine import Arrivals
+from dist2.operation.engine import Arrivals
 
 _SLOW_YIELD_NS = 200_000
 """Longest normal yield for each rank that shares the core: after a longer one another process has it."""

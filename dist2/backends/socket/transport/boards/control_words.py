@@ -6,7 +6,7 @@ Only its owner writes a page; all members of the board read it. The one table of
 
 from __future__ import annotations
 
-from dist2.compiled.engine import WORDS_OF_CONTROL as _TABLE
+from dist2.operation.engine import WORDS_OF_CONTROL as _TABLE
 
 RING: int = _TABLE["RING"]
 WINDOW: int = _TABLE["WINDOW"]

@@ -7,7 +7,7 @@ from dist2.backends.socket.transport.boards.regions import Regions
 from dist2.backends.socket.transport.boards.roster import Member, Roster
 from dist2.backends.socket.transport.boards.waiting import Waiting
 from dist2.backends.socket.transport.shared_memory import SharedHost
-from dist2.compiled.engine import Arrivals
+from dist2.operation.engine import Arrivals
 from dist2.operation.signature import Operation
 
 _YIELD_NS = 2_000_000

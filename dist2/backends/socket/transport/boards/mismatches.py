@@ -22,9 +22,9 @@ from dist2.backends.socket.transport.boards.regions import TEXT_AT, TEXT_BYTES, 
 from dist2.backends.socket.transport.boards.roster import Peers
 from dist2.backends.socket.transport.messages.explaining import HEAR_S, mismatch
 from dist2.backends.socket.transport.spinning import yield_core
-from dist2.compiled.engine import Arrivals
 from dist2.errors import MismatchError
 from dist2.operation.description import Call
+from dist2.operation.engine import Arrivals
 from dist2.operation.signature import Operation
 from dist2.runtime.rank_names import RankNames
 

@@ -18,13 +18,13 @@ from dist2.backends.socket.transport.boards.progress import Progress
 from dist2.backends.socket.transport.doorbell import Doorbell
 from dist2.backends.socket.transport.messages.explaining import left_words
 from dist2.backends.socket.transport.shared_memory import Neighbour
-from dist2.compiled.engine import Arrivals
 from dist2.errors import (
     Dist2Error,
     GroupAbortedError,
     GroupRevokedError,
     PeerLostError,
 )
+from dist2.operation.engine import Arrivals
 from dist2.operation.signature import Operation
 from dist2.runtime.rank_names import RANKS, RankNames
 

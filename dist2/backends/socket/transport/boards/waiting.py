@@ -17,8 +17,8 @@ from dist2.backends.socket.transport.boards.roster import Roster
 from dist2.backends.socket.transport.doorbell import Doorbell
 from dist2.backends.socket.transport.messages.explaining import absence
 from dist2.backends.socket.transport.spinning import yield_core
-from dist2.compiled.engine import Arrivals
 from dist2.errors import MismatchError
+from dist2.operation.engine import Arrivals
 from dist2.operation.signature import Operation
 from dist2.runtime.signals import ctrl_c
 

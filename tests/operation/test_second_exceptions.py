@@ -1,4 +1,4 @@
-"""A second exception in C: the first one is in its chain of contexts, and neither leaks."""
+"""A second exception in the call path: the first one is in its chain of contexts, and neither leaks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from support.instruments import backend_does
 
 import dist2
 from dist2 import ProcessGroup
-from dist2.compiled import records
+from dist2.operation import runner
+from dist2.operation.instruments import tell
 
 
 @pytest.fixture
@@ -29,9 +30,14 @@ def send(pg: ProcessGroup) -> None:
     pg.send(torch.ones(2), 0)
 
 
+def poisoning_raises(pg: ProcessGroup, raised: Raised, patched: pytest.MonkeyPatch) -> None:
+    patched.setattr(type(pg.backend), "frees_tensors", True)
+    patched.setattr(runner, "poison_outputs", raised.raising("second"))
+
+
 def test_a_handler_of_an_instruments_failure_that_fails_keeps_that_in_its_context() -> None:
     raised = Raised()
-    chain = raised.chain_of(records.tell, (raised.raising("first"),), object(), raised.raising("second"))
+    chain = raised.chain_of(tell, (raised.raising("first"),), object(), raised.raising("second"))
     assert chain == ["second", "first"]
     assert raised.alive() == []
 
@@ -42,33 +48,29 @@ def test_what_noting_a_failure_raises_keeps_the_failure_in_its_context(
 ) -> None:
     raised = Raised()
     backend_does(pg, raised.raising("first"))
-    monkeypatch.setattr(pg._runner, "_fail_inline", raised.raising("second"))
+    poisoning_raises(pg, raised, monkeypatch)
     assert raised.chain_of(call, pg) == ["second", "first"]
     assert raised.alive() == []
 
 
-def test_an_aborted_group_is_released_though_waking_those_that_wait_fails(
+def test_an_aborted_group_is_released_though_noting_a_failure_fails(
     pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raised = Raised()
 
     def fail(operation: Any) -> None:
         pg._runner.state.aborted = True
-        pg._runner.queue.drainers = 1
         raised.raising("first")()
 
     backend_does(pg, fail)
     with monkeypatch.context() as patched:
-        patched.setattr(pg._runner, "_fail_inline", raised.raising("second"))
-        patched.setattr(pg._runner.queue, "hand_on", raised.raising("third"))
-        patched.setattr(pg._runner, "release", raised.raising("fourth"))
-        assert raised.chain_of(reduce, pg) == ["fourth", "third", "second", "first"]
-    pg._runner.queue.drainers = 0
+        poisoning_raises(pg, raised, patched)
+        patched.setattr(pg.backend, "shutdown", raised.raising("third"))
+        assert raised.chain_of(reduce, pg) == ["third", "second", "first"]
     assert raised.alive() == []
 
 
 def test_contexts_that_both_have_in_common_close_no_circle() -> None:
-    tell = records.tell
     raised = Raised()
 
     def within() -> None:
@@ -82,7 +84,6 @@ def test_contexts_that_both_have_in_common_close_no_circle() -> None:
 
 
 def test_a_cause_that_is_raised_again_closes_no_circle() -> None:
-    tell = records.tell
     raised = Raised()
 
     def fail(_: object) -> None:

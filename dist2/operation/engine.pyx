@@ -10,30 +10,16 @@ two: it releases the interpreter lock for what takes long, sleeps in Python when
 
 from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.mem cimport PyMem_Free, PyMem_Malloc, PyMem_Realloc
-from cpython.object cimport PyObject
-from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
+
+from dist2.operation.places cimport Places
+from dist2.operation.record cimport Operation
+from dist2.operation.tensors cimport address_of
 
 cdef extern from "stdatomic.h" nogil:
     void atomic_thread_fence(int)
     int memory_order_seq_cst
-
-cdef extern from "dlpack.h":
-    ctypedef struct ExchangeApi:
-        int (*read)(void *, void *) noexcept
-    ctypedef struct View:
-        void *data
-        uint64_t offset
-    ExchangeApi *exchange_api(object) except NULL
-
-cdef extern from "places.h":
-    ctypedef struct Span:
-        uintptr_t start
-    ctypedef struct Places:
-        Py_ssize_t count
-        PyObject **tensors
-        const Span *spans
-
 
 def _layout():
     return {control_words[at].name.decode(): control_words[at].value for at in range(CONTROL_WORD_COUNT)}
@@ -49,8 +35,6 @@ cdef size_t LONG_BYTES = 32 << 10  # a plan that moves as many runs without the 
 cdef int MOST_PARTS = 512
 cdef uint64_t TEXTS = 128  # of calls that are kept: `call_log.py`
 
-cdef object plain_type = None
-cdef ExchangeApi *exchange = NULL
 cdef uintptr_t shared_from = 0, shared_until = 0
 cdef uint64_t shared_header[7]
 cdef uint64_t here_header[7]
@@ -58,13 +42,6 @@ memset(here_header, 0, sizeof(here_header))
 here_header[0] = IS_MAPPED
 cdef object parts_taker = None
 cdef tuple PART_NAMES = (None, "copy", "wait", "reduce", "send", "recv")
-
-
-def read_tensors(kind, capsule):
-    """Have tensors of exactly one type be read by DLPack's exchange API, which that type publishes."""
-    global plain_type, exchange
-    exchange = exchange_api(capsule)
-    plain_type = kind
 
 
 def share(uintptr_t address, size_t nbytes, header):
@@ -150,14 +127,14 @@ cdef class Arrivals:
             self.known[rank].header[at] = header[at]
         self.known[rank].shift = shift
 
-    cdef int begin(self, operation, uint64_t seq) except -1:
+    cdef int begin(self, Operation operation) except -1:
         """Record the call that runs."""
         if operation is not self.at:
             self.before, self.at = self.at, operation
-            write_word(&self.board.own[SEQ], seq)
+            write_word(&self.board.own[SEQ], <uint64_t>operation.seq)
         return 0
 
-    def cross(self, operation, wait, long whom=ALL, attend=None):
+    def cross(self, Operation operation not None, wait, long whom=ALL, attend=None):
         """Come to the next fence, and await members there.
 
         Args:
@@ -170,7 +147,7 @@ cdef class Arrivals:
         if peer_index(&self.board, whom) < NOBODY:
             raise ValueError(f"rank {whom} is no other member")
         step.whom = whom
-        self.begin(operation, operation.seq)
+        self.begin(operation)
         self.run_one(&step, operation.signature.fingerprint & <uint64_t>-1, operation, wait, attend)
 
     def claim(self, operation, wait, int kind):
@@ -573,7 +550,7 @@ cdef class Script:
     def __len__(self):
         return self.plan.plan.count
 
-    def run(self, operation, inputs, outputs):
+    def run(self, Operation operation not None, inputs, outputs):
         """Run a call to its end."""
         cdef uint64_t first = self.arrivals.board.phase + 1
         if not self.is_ready:
@@ -590,7 +567,7 @@ cdef class Script:
         if left:
             self.other.run(operation, inputs, outputs)
 
-    cdef bint _run(self, operation, inputs, outputs) except -1:
+    cdef bint _run(self, Operation operation, inputs, outputs) except -1:
         """Run a call; return whether the other plan has to be run."""
         cdef Status status
         self._begin(operation, inputs, outputs)
@@ -611,7 +588,7 @@ cdef class Script:
             self.host.do_extra(operation, turns)
         return status == OTHER
 
-    def run_from(self, operation, inputs, outputs, int at):
+    def run_from(self, Operation operation not None, inputs, outputs, int at):
         """Run steps from one on; return the number of the one that is the caller's, or the number of steps."""
         if not 0 <= at <= self.plan.plan.count:
             raise IndexError(f"step {at} of {self.plan.plan.count}")
@@ -643,11 +620,10 @@ cdef class Script:
                 run_plan(&run)
         return 0
 
-    cdef int _begin(self, operation, inputs, outputs) except -1:
+    cdef int _begin(self, Operation operation, inputs, outputs) except -1:
         """Set up a run: the label that the call publishes, and the addresses of its tensors."""
         cdef Run *run = &self.state
         cdef Arrivals arrivals = self.arrivals
-        cdef uint64_t seq
         run.at = run.stage = 0
         run.offset = 0  # the last call may have failed in a loop
         memset(&run.wait, 0, sizeof(run.wait))
@@ -662,44 +638,40 @@ cdef class Script:
             if signature is not self.signature:
                 run.print = signature.fingerprint & <uint64_t>-1
                 self.signature = signature
-            seq = operation.seq
-            arrivals.begin(operation, seq)
+            arrivals.begin(operation)
             if self.plan.plan.claims:
-                self._log(operation, seq)
+                self._log(operation)
         if self.plan.plan.tensors:
             self._find(operation, inputs, 0, self.plan.plan.inputs)
             self._find(operation, outputs, self.plan.plan.inputs, self.plan.plan.tensors)
         return 0
 
-    cdef int _log(self, operation, uint64_t seq) except -1:
+    cdef int _log(self, Operation operation) except -1:
         """Log the call, as others may ask for it when this member is gone: once for each line of user code."""
         cdef Arrivals arrivals = self.arrivals
-        code, instruction = operation.code, operation.instruction
-        if code is not self.code or instruction != self.instruction or arrivals.texts - self.text >= TEXTS:
+        code = operation.code
+        if code is not self.code or operation.instruction != self.instruction or arrivals.texts - self.text >= TEXTS:
             self.host.log_call(operation)
-            self.code, self.instruction = code, instruction
+            self.code, self.instruction = code, operation.instruction
             self.text = arrivals.board.called & 0xFFFFFFFF
             arrivals.board.called = 0
-        self.state.called = seq << 32 | self.text
+        self.state.called = <uint64_t>operation.seq << 32 | self.text
         return 0
 
-    cdef int _find(self, operation, tensors, int first, int stop) except -1:
+    cdef int _find(self, Operation operation, tensors, int first, int stop) except -1:
         """Find the addresses of the inputs or of the outputs."""
-        cdef const Places *places = <const Places *><uintptr_t>operation.places
-        cdef View view
+        cdef const Places *places = operation._places
         cdef int at
         for at in range(first, stop):
             if not self.plan.plan.used[at]:
                 continue
             tensor = tensors[at - first]
-            if places != NULL and at < places.count and places.tensors[at] == <PyObject *>tensor:
+            if places != NULL and at < places.count and places.tensors[at] == <void *>tensor:
                 self.state.tensors[at] = <char *>places.spans[at].start
-            elif places != NULL and places.count == 1 and places.tensors[0] == <PyObject *>tensor:
+            elif places != NULL and places.count == 1 and places.tensors[0] == <void *>tensor:
                 self.state.tensors[at] = <char *>places.spans[0].start
-            elif type(tensor) is plain_type and exchange.read(<void *>tensor, &view) == 0:
-                self.state.tensors[at] = <char *>view.data + view.offset
             else:
-                self.state.tensors[at] = <char *><uintptr_t>tensor.data_ptr()
+                self.state.tensors[at] = address_of(tensor)
         return 0
 
     cdef Status _go_on(self, operation) except *:

@@ -1,4 +1,4 @@
-"""Works without references are reused, and only those."""
+"""Works of synchronous calls: light objects that stand for a `Work`."""
 
 from __future__ import annotations
 
@@ -13,36 +13,55 @@ import pytest
 import torch
 
 import dist2
-from dist2 import InvalidUsageError, ProcessGroup
+from dist2 import ProcessGroup
+from dist2.operation.completed_work import CompletedWork, whole
 from dist2.operation.work import Work
 
 
 @pytest.fixture
 def pg() -> Iterator[ProcessGroup]:
-    """Yield a group of one, with no reusable Works other than the test's."""
     with dist2.new_group("fake", store=dist2.HashStore(), rank=0, world_size=1) as pg:
-        taken = [pg.barrier() for _ in range(16)]
         yield pg
-        del taken
 
 
-def test_a_work_that_was_dropped_is_used_again(pg: ProcessGroup) -> None:
-    work = pg.barrier()
-    first = id(work)
-    del work
-    taken = pg.all_reduce(torch.ones(2))
-    assert id(taken) == first
-    assert taken.operation.seq == pg._runner.queue.seq and len(taken.outputs) == 1
-    assert gc.is_tracked(taken)
+def test_it_is_a_work_in_every_respect(pg: ProcessGroup) -> None:
+    tensor = torch.ones(2)
+    work = pg.all_reduce(tensor)
+    assert type(work) is CompletedWork
+    assert isinstance(work, Work) and isinstance(work, torch.distributed.Work)
+    assert work.wait() and work.wait(timeout=1) and work.is_completed() and work.is_success()
+    assert work.exception() is None and work.helper is None
+    assert work.result() == [tensor] and work.get_future().wait() == [tensor]
+    assert work.get_future_result().wait() == 0
+    called: list[bool] = []
+    work.add_done_callback(lambda: called.append(True))
+    work.synchronize()
+    work.block_current_stream()
+    assert called == [True]
+    assert work.source_rank() == -1 and work._get_op_type() == whole(work)._get_op_type()
+    assert repr(work) == repr(whole(work))
+    for name in {each for each in vars(torch.distributed.Work) if not each.startswith("_pybind11_")}:
+        assert hasattr(work, name), name
+    with pytest.raises(AttributeError, match="nothing"):
+        getattr(work, "nothing")  # noqa: B009 - no attribute of a Work
+
+
+def test_calls_by_the_names_of_c10d_return_works_for_cpp(pg: ProcessGroup) -> None:
+    tensor = torch.ones(2)
+    options = torch.distributed.BroadcastOptions()
+    options.asyncOp = False
+    for work in (pg.broadcast([tensor], options), pg.broadcast(tensor, options), pg.allreduce([tensor])):
+        work.wait()
+        assert type(work) is Work
+        assert type(Work.unbox(work.boxed())) is Work
 
 
 def test_what_it_held_is_let_go(pg: ProcessGroup) -> None:
     tensor = torch.ones(2)
     work = pg.all_reduce(tensor)
-    first, held = id(work), weakref.ref(tensor)
+    held = weakref.ref(tensor)
     del work, tensor
     assert held() is None
-    assert id(pg.barrier()) == first
 
 
 def test_a_work_that_somebody_has_is_left_alone(pg: ProcessGroup) -> None:
@@ -52,30 +71,6 @@ def test_a_work_that_somebody_has_is_left_alone(pg: ProcessGroup) -> None:
     assert [work.result()[0].item() for work in works] == list(map(float, range(20)))
     last = pg._runner.queue.seq
     assert [work.operation.seq for work in works] == list(range(last - 19, last + 1))
-
-
-def test_a_work_whose_other_half_is_taken_is_left_to_it(pg: ProcessGroup) -> None:
-    tensor = torch.ones(3)
-    work = pg.all_reduce(tensor)
-    box = work.boxed()
-    assert Work.unbox(box) is work
-    del work
-    later = [pg.barrier() for _ in range(4)]
-    assert all(Work.unbox(box) is not each for each in later)
-    boxes = [each.boxed() for each in later]
-    assert [Work.unbox(each) for each in boxes] == later
-    del box  # its half goes as it would have
-
-
-def test_one_that_was_watched_is_not_used_again(pg: ProcessGroup) -> None:
-    gone: list[str] = []
-    work = pg.barrier()
-    reference = weakref.ref(work, lambda _: gone.append("gone"))
-    del work
-    assert gone == ["gone"]
-    later = pg.barrier()
-    assert reference() is None
-    assert weakref.getweakrefcount(later) == 0
 
 
 def test_kinds_of_work_are_taken_down_whole(pg: ProcessGroup) -> None:
@@ -89,7 +84,6 @@ def test_kinds_of_work_are_taken_down_whole(pg: ProcessGroup) -> None:
     seen = weakref.ref(kind)
     del kind, tensor
     assert seen() is None and held() is None
-    assert type(pg.barrier()) is Work
 
 
 def test_a_cycle_through_a_work_is_collected(pg: ProcessGroup) -> None:
@@ -105,15 +99,7 @@ def test_a_cycle_through_a_work_is_collected(pg: ProcessGroup) -> None:
     assert seen() is None
 
 
-def test_a_failed_call_returns_none_to_use_again(pg: ProcessGroup) -> None:
-    with pytest.raises(InvalidUsageError, match="timeout must be positive"):
-        pg.all_reduce(torch.ones(1), timeout=-1.0)
-    before = pg._runner.queue.seq
-    assert pg.all_reduce(torch.ones(1), timeout=5).operation.timeout_s == 5
-    assert pg._runner.queue.seq == before + 1  # a call that was refused has no number
-
-
-def test_futures_of_used_again_works_are_their_own(pg: ProcessGroup) -> None:
+def test_futures_are_their_own(pg: ProcessGroup) -> None:
     def future(value: float) -> torch.futures.Future[list[torch.Tensor]]:
         return pg.all_reduce(torch.full((1,), value)).get_future()
 
@@ -133,7 +119,7 @@ def test_memory_stays_the_same(pg: ProcessGroup) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2048
 
 
-def test_the_process_ends_well_with_works_kept() -> None:
+def test_the_process_ends_well_with_works() -> None:
     program = (
         "import dist2, torch\n"
         "pg = dist2.new_group('fake', store=dist2.HashStore(), rank=0, world_size=1)\n"
