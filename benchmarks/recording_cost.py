@@ -33,7 +33,8 @@ import dist2
 from dist2.cli.bench.stopping import stop_as_by_ctrl_c
 from dist2.operation.instruments import Dispatch, Instrument, add_instrument
 from dist2.operation.kinds import SUM, OpKind
-from dist2.operation.signature import GroupInfo, Operation, Signature, TensorMeta
+from dist2.operation.record import Operation
+from dist2.operation.signature import GroupInfo, Signature, TensorMeta
 from observability import FlightRecorder, Metrics
 
 OFF, RECORDER, COUNTERS, ALL = "nothing", "flight recorder", "counters", "all"

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from dist2.errors import ArgumentTypeError, InvalidUsageError
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 from dist2.runtime.config import Config
 from observability import automatic
 from observability.flight_recorder import FlightRecorder, Format, encode, global_rank, instrument, write_whole

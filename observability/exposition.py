@@ -16,7 +16,8 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from dist2.group.open_groups import open_groups
-from dist2.operation.signature import GroupInfo, Operation
+from dist2.operation.record import Operation
+from dist2.operation.signature import GroupInfo
 from dist2.runtime.shared_memory import touched_bytes
 from dist2.runtime.usage import usage
 from dist2.security.refusals import refusals

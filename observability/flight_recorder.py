@@ -25,9 +25,10 @@ import attrs
 from dist2.errors import ArgumentTypeError, InvalidUsageError
 from dist2.operation.counters import Tally, Tallying
 from dist2.operation.kinds import OpKind
+from dist2.operation.record import FIELDS, Operation, State
 from dist2.operation.ring import Ring
 from dist2.operation.runner import LIBRARY_PATHS
-from dist2.operation.signature import FIELDS, GroupInfo, Operation, Signature, State
+from dist2.operation.signature import GroupInfo, Signature
 from dist2.runtime.config import DEFAULT_RECORDER_SIZE, Config
 from observability.frames import frames_of_threads
 

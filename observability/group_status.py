@@ -8,7 +8,8 @@ from time import monotonic_ns
 
 import attrs
 
-from dist2.operation.signature import GroupInfo, Operation
+from dist2.operation.record import Operation
+from dist2.operation.signature import GroupInfo
 
 CLOSED_GROUPS = 64
 """Number of closed groups that are kept."""

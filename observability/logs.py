@@ -12,7 +12,8 @@ import structlog
 from structlog.typing import FilteringBoundLogger
 
 from dist2.errors import ArgumentTypeError, InvalidUsageError
-from dist2.operation.signature import GroupInfo, Operation
+from dist2.operation.record import Operation
+from dist2.operation.signature import GroupInfo
 from dist2.runtime.deadline import seconds
 from observability.flight_recorder import global_rank
 

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 import attrs
 
 from dist2.operation.counters import Counters, Counting
-from dist2.operation.signature import GroupInfo, Operation, Signature
+from dist2.operation.record import Operation
+from dist2.operation.signature import GroupInfo, Signature
 from observability.flight_recorder import global_rank
 from observability.group_status import Failure, GroupStatusRegistry
 

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from dist2.errors import BackendUnavailableError
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 from dist2.runtime.deadline import seconds
 from observability.exposition import MetricsCollector
 from observability.flight_recorder import global_rank

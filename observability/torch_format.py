@@ -24,7 +24,8 @@ import attrs
 import torch
 
 from dist2.operation.kinds import OpKind
-from dist2.operation.signature import GroupInfo, Operation, State, TensorMeta
+from dist2.operation.record import Operation, State
+from dist2.operation.signature import GroupInfo, TensorMeta
 from observability.flight_recorder import (
     Frame,
     RecordedError,

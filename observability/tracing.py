@@ -31,7 +31,7 @@ import attrs
 from dist2.errors import InvalidUsageError
 from dist2.operation.kinds import OpKind
 from dist2.operation.parts import parts_log
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 from observability.clocks import Offset, clock_id
 from observability.entries import MEETINGS
 from observability.exposition import bus_share

@@ -47,7 +47,8 @@ from torch.distributed import Store
 from dist2.backends.consensus import Agreement
 from dist2.errors import GroupRevokedError, InvalidUsageError
 from dist2.operation.execution import Execute, Helped, Job, StreamOrdered, Tensors
-from dist2.operation.signature import GroupInfo, Operation, Signature
+from dist2.operation.record import Operation
+from dist2.operation.signature import GroupInfo, Signature
 from dist2.rendezvous.liveness import FailureWatch
 from dist2.runtime.rank_names import RankNames
 from dist2.store import PrefixStore

@@ -12,7 +12,7 @@ import torch
 
 from dist2.backends.base import Backend, GroupSpec, Tensors
 from dist2.errors import UnknownOptionError
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 
 
 def create(spec: GroupSpec) -> FakeBackend:

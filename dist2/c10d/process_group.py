@@ -13,8 +13,8 @@ import torch
 from dist2.c10d.backend import BackendView, ViewedGroup, view_of
 from dist2.errors import InvalidUsageError, OperationTimeoutError
 from dist2.operation.contract import GroupParts
+from dist2.operation.record import Operation
 from dist2.operation.runner import Timeout
-from dist2.operation.signature import Operation
 from dist2.operation.work import Work
 from dist2.runtime import torch_versions
 from dist2.runtime.cpp_ownership import Pins, held_by_cpp

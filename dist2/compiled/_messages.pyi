@@ -11,7 +11,7 @@ from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.messages.mailbox import Key, Mailbox
 from dist2.backends.socket.transport.messages.transfer import Receiving
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 
 class End:
     """One end's own counters of a ring: the base of `links.ring.Ring`, which `Express` uses as well."""

@@ -16,8 +16,8 @@ from dist2.errors import ArgumentTypeError, InvalidUsageError, NanError
 from dist2.operation.contract import GroupParts, Run
 from dist2.operation.execution import Tensors
 from dist2.operation.plan_cache import Plan
+from dist2.operation.record import Operation
 from dist2.operation.runner import Timeout
-from dist2.operation.signature import Operation
 from dist2.operation.work import Work
 from dist2.runtime.signals import OnCtrlC, on_ctrl_c
 

@@ -41,8 +41,9 @@ from dist2.membership.subgroups import Opener, Subgroups
 from dist2.operation.awaiting import in_thread
 from dist2.operation.coalescing import Batch
 from dist2.operation.instruments import dispatch
+from dist2.operation.record import Operation
 from dist2.operation.runner import OperationRunner, Timeout
-from dist2.operation.signature import GroupInfo, Operation
+from dist2.operation.signature import GroupInfo
 from dist2.runtime.arguments import as_int, check_rank
 from dist2.runtime.deadline import seconds
 from dist2.runtime.process import cause_of

@@ -30,8 +30,9 @@ from dist2.group.planning import Planning
 from dist2.operation.execution import Tensors
 from dist2.operation.kinds import OpKind
 from dist2.operation.plan_cache import Plan
+from dist2.operation.record import Operation
 from dist2.operation.runner import Timeout
-from dist2.operation.signature import Operation, Signature
+from dist2.operation.signature import Signature
 from dist2.operation.work import Work
 from dist2.runtime.arguments import as_int
 from dist2.runtime.rank_names import RankNames

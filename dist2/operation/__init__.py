@@ -1,5 +1,6 @@
-"""One operation from its call to its end; `runner` is the path, `signature` has the records."""
+"""One operation from its call to its end; `runner` is the path, `record` the record of a call."""
 
-from dist2.operation.signature import GroupInfo, Operation, Signature, State, TensorMeta
+from dist2.operation.record import Operation, State
+from dist2.operation.signature import GroupInfo, Signature, TensorMeta
 
 __all__ = ["GroupInfo", "Operation", "Signature", "State", "TensorMeta"]

@@ -17,7 +17,8 @@ import torch
 from dist2.errors import InvalidUsageError
 from dist2.operation.execution import Execute, Helped
 from dist2.operation.kinds import OpKind
-from dist2.operation.signature import Operation, Signature
+from dist2.operation.record import Operation
+from dist2.operation.signature import Signature
 from dist2.operation.storage import reach
 
 Tensors = Sequence[torch.Tensor]

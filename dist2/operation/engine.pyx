@@ -33,7 +33,9 @@ FOLD_NAMES = {FOLDS[at].name.decode(): at for at in range(FOLD_COUNT)}
 cdef size_t UNKNOWN = <size_t>-1
 cdef size_t LONG_BYTES = 32 << 10  # a plan that moves as many runs without the interpreter lock
 cdef int MOST_PARTS = 512
-cdef uint64_t TEXTS = 128  # of calls that are kept: `call_log.py`
+cdef uint64_t TEXTS = 128
+CALL_TEXTS = TEXTS
+"""How many descriptions of calls a member keeps."""
 
 cdef uintptr_t shared_from = 0, shared_until = 0
 cdef uint64_t shared_header[7]

@@ -16,7 +16,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from dist2.errors import GroupRevokedError
-from dist2.operation.signature import Operation, Signature
+from dist2.operation.record import Operation
+from dist2.operation.signature import Signature
 from dist2.runtime.rank_names import RankNames
 
 Tensors = Sequence[torch.Tensor]

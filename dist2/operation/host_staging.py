@@ -14,7 +14,7 @@ from concurrent.futures import Future
 import torch
 
 from dist2.operation.execution import Execute, Helped, Tensors
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 
 
 def is_staged(tensors: Sequence[torch.Tensor], types: Sequence[str]) -> bool:

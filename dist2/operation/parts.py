@@ -12,7 +12,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from dist2.operation.engine import take_parts
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 from dist2.runtime.deadline import deadline_in
 
 MOST_PARTS = 256

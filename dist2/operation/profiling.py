@@ -19,7 +19,7 @@ from torch.futures import Future
 from dist2.runtime.signals import OnCtrlC, on_ctrl_c
 
 if TYPE_CHECKING:
-    from dist2.operation.signature import Operation
+    from dist2.operation.record import Operation
 
 NAMES: dict[str, Any] = vars(profiler)
 """Where the flag is. If a version of torch has none, its profiles show no operations."""

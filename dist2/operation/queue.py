@@ -41,6 +41,7 @@ from dist2.errors import InvalidUsageError
 from dist2.operation.record import Operation
 from dist2.operation.signature import GroupInfo
 from dist2.runtime.deadline import deadline_in, remaining_s
+from dist2.runtime.resources import scarce_resources
 from dist2.runtime.signals import wait_for
 from dist2.runtime.threads import Worker
 
@@ -212,7 +213,7 @@ class CollectiveQueue(QueueState):
             By when the limits end all that was queued up to this.
 
         Raises:
-            RuntimeError: The process may start no more threads; nothing is queued.
+            ResourceError: The process may start no more threads; nothing is queued.
         """
         entry = (job, left, operation)
         while self._thread is None and not self._starting:  # a thread may end before it gets a job
@@ -260,7 +261,8 @@ class CollectiveQueue(QueueState):
         before, self._starting = self._thread, True
         try:
             self._thread = Worker(f"dist2-collectives-{self._name}", self._run)
-            self._thread.start()
+            with scarce_resources():
+                self._thread.start()
         except BaseException:
             self._thread = before  # else no thread would try again
             raise

@@ -14,5 +14,7 @@ cdef class Ring(Listener):
     @cython.locals(operation=Operation)
     cdef Ring _tail_of(self, object operation)
 
+    @cython.locals(made=list, first=cython.Py_ssize_t, index=cython.Py_ssize_t)
+    cpdef list recent(self)
     cdef object _push(self, object operation)
     cpdef bint _put(self, object old, object new)

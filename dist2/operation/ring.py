@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from dist2.compiled import check_built
 from dist2.operation.record import Listener, Operation
 from dist2.operation.signature import GroupInfo
@@ -67,9 +69,11 @@ class Ring(Listener):
 
     def recent(self) -> list[Operation]:
         """Return the operations begun last, in order."""
-        if len(self._slots) < self._capacity:
-            return self._slots[:]
-        return self._slots[self._next :] + self._slots[: self._next]
+        made: list[Any] = [None] * len(self._slots)  # which may collect garbage: other threads may run
+        first = self._next if len(self._slots) == self._capacity else 0
+        for index in range(len(made)):
+            made[index] = self._slots[(first + index) % self._capacity]
+        return made
 
     def displaced(self) -> list[Operation]:
         """Return earlier operations of the watched groups, group by group, in order."""

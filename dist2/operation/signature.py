@@ -11,20 +11,7 @@ import attrs
 import torch
 
 from dist2.operation.kinds import OpKind, Reduction
-from dist2.operation.record import FIELDS, Operation, State
 from dist2.runtime.rank_names import RankNames
-
-__all__ = [
-    "FIELDS",
-    "GroupInfo",
-    "Operation",
-    "Signature",
-    "State",
-    "TensorMeta",
-    "context_id",
-    "digest",
-    "fingerprint_of",
-]
 
 _MAX_FINGERPRINTS = 1024
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from dist2.operation.execution import Execute, Helped
-    from dist2.operation.signature import Operation
+    from dist2.operation.record import Operation
 
 Tensors = Sequence[torch.Tensor]
 

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 
 from dist2.operation.execution import StreamOrdered
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 from dist2.operation.work import Work
 from dist2.runtime.completion import Completion
 

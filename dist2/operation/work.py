@@ -25,7 +25,7 @@ from dist2.errors import GroupAbortedError, OperationTimeoutError
 from dist2.operation.awaiting import completed
 from dist2.operation.kinds import OpKind
 from dist2.operation.queue import refuse_to_wait
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 from dist2.runtime.completion import Completion
 from dist2.runtime.cpp_ownership import Pins, held_by_cpp, layout_is_known
 from dist2.runtime.deadline import FOREVER_NS, PAST_NS, deadline_in, seconds

@@ -20,7 +20,7 @@ from torch import nn
 import dist2
 import observability
 from dist2.operation.kinds import OpKind
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 
 GOAL = 0.95
 LEARNING_RATE = 0.1

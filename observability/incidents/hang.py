@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dist2.errors import GroupAbortedError
 from dist2.group.open_groups import open_groups
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 from dist2.runtime import exit_report
 from observability.flight_recorder import global_rank
 from observability.flight_recorder import instrument as recorder

@@ -10,7 +10,8 @@ from pathlib import Path
 import attrs
 
 from dist2.errors import Dist2Error, GroupAbortedError
-from dist2.operation.signature import GroupInfo, Operation
+from dist2.operation.record import Operation
+from dist2.operation.signature import GroupInfo
 from dist2.runtime import exit_report
 from observability.flight_recorder import global_rank
 from observability.incidents import folders

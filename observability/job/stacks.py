@@ -17,8 +17,8 @@ from typing import Any
 import attrs
 import torch
 
+from dist2.operation.record import Operation
 from dist2.operation.runner import LIBRARY_PATHS
-from dist2.operation.signature import Operation
 from dist2.operation.work import Work
 from dist2.runtime.code_marks import folders_of
 from dist2.runtime.other_process import Process

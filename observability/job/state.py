@@ -13,7 +13,8 @@ from typing import Any
 import attrs
 
 from dist2.group.open_groups import open_groups
-from dist2.operation.signature import GroupInfo, Operation
+from dist2.operation.record import Operation
+from dist2.operation.signature import GroupInfo
 from dist2.runtime.other_process import Process
 from observability.exposition import bus_share, dist2_version
 from observability.flight_recorder import FlightRecorder, error_text, global_rank

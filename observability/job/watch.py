@@ -25,7 +25,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from dist2.errors import Dist2Error
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 from observability.client import Asker
 from observability.flight_recorder import global_rank
 from observability.job.answer import RANK_S

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from dist2.group.open_groups import open_groups
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 from observability.exposition import dist2_version
 from observability.flight_recorder import FlightRecorder, error_text, global_rank
 from observability.group_status import Failure, GroupStatus

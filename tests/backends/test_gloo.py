@@ -34,7 +34,8 @@ from dist2.errors import (
     UnknownOptionError,
 )
 from dist2.operation.kinds import OpKind, Reduction, premul_sum
-from dist2.operation.signature import GroupInfo, Operation, Signature, TensorMeta
+from dist2.operation.record import Operation
+from dist2.operation.signature import GroupInfo, Signature, TensorMeta
 from dist2.runtime.deadline import Deadline
 
 SUM = Reduction.of(ReduceOp.SUM)

@@ -17,7 +17,8 @@ from torch.distributed import ProcessGroupGloo
 import dist2
 from dist2 import InvalidUsageError, ProcessGroup, UnknownBackendError, legacy
 from dist2.backends.base import Backend, GroupSpec
-from dist2.operation.signature import GroupInfo, Operation
+from dist2.operation.record import Operation
+from dist2.operation.signature import GroupInfo
 from dist2.store import HashStore
 
 _numbers = itertools.count()
@@ -250,17 +251,16 @@ print("the end")
 ENDING = """
 import threading
 import torch, dist2
-from dist2.operation.queue import CollectiveQueue
 
-large, leave = torch.ones(1 << 25), CollectiveQueue.leave
-def slow_leave(queue):
-    leave(queue)
+large, calling = torch.ones(1 << 25), threading.Event()
+def call_back():
+    calling.set()
     if threading.current_thread().name.startswith("dist2-collectives"):
         for _ in range(5):
             large.add_(1)  # in torch's C++, without the interpreter lock
-CollectiveQueue.leave = slow_leave
 pg = dist2.new_group("fake", store=dist2.HashStore(), rank=0, world_size=1)
-pg.all_reduce(torch.ones(2), async_op=True).wait()
+pg.all_reduce(torch.ones(2), async_op=True).add_done_callback(call_back)
+assert calling.wait(10)
 {end}
 """
 

@@ -39,6 +39,11 @@ print(json.dumps({
 """
 
 
+BUILD_S = 200.0
+"""Time for a build, which takes 30 s of CPU, beside other tests."""
+pytestmark = pytest.mark.timeout(BUILD_S + 60)
+
+
 def build(folder: Path, what: str = "--wheel", compiler: str = 'cc "$@" -O0') -> Ended:
     """Build from a copy of the source into ``folder / "dist"``, without a network and optimized code."""
     cc = folder / "cc"
@@ -53,6 +58,7 @@ def build(folder: Path, what: str = "--wheel", compiler: str = 'cc "$@" -O0') ->
         shutil.copy(ROOT / file, source)
     return run(
         [sys.executable, "-m", "build", what, "--no-isolation", "--outdir", folder / "dist", source],
+        timeout_s=BUILD_S,
         variables={"CC": str(cc), "LDSHARED": f"{cc} -shared"},
     )
 

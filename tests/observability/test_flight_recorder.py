@@ -24,7 +24,8 @@ from support.torch_analyser import analyse, complaints
 
 from dist2.errors import InvalidUsageError, PeerLostError
 from dist2.operation.kinds import OpKind
-from dist2.operation.signature import Signature, State
+from dist2.operation.record import State
+from dist2.operation.signature import Signature
 from observability import flight_recorder
 from observability.flight_recorder import FlightRecorder, dump_flight_recorder, encode, error_text
 from observability.torch_format import dtype_name

@@ -13,9 +13,16 @@ import torch
 from support.instruments import Told, backend_does
 
 import dist2
-from dist2 import GroupAbortedError, InvalidUsageError, OperationTimeoutError, ProcessGroup, add_instrument
+from dist2 import (
+    GroupAbortedError,
+    InvalidUsageError,
+    OperationTimeoutError,
+    ProcessGroup,
+    ResourceError,
+    add_instrument,
+)
 from dist2.operation.async_call import AsyncCall
-from dist2.operation.signature import Operation, State
+from dist2.operation.record import Operation, State
 from dist2.operation.work import Work
 from dist2.runtime.threads import Worker
 
@@ -175,7 +182,7 @@ def test_a_call_that_no_thread_can_be_started_for_fails_and_the_next_is_served(
     pg._runner.queue.stop()  # the next call needs another
     with monkeypatch.context() as patched:
         patched.setattr(Worker, "start", refuse)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
+        with pytest.raises(ResourceError, match="raise the limits of threads"):
             issue(pg)
     assert not pg._runner._in_flight
     ended = threading.Event()

@@ -11,7 +11,7 @@ from support.ranks import Tenant, run_ranks
 
 from dist2 import ProcessGroup
 from dist2.operation.parts import Part, PartsLog, parts_log
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 
 SHM = Tenant("shm", "socket", {"transport": "shm"})
 TCP = Tenant("tcp", "socket", {"transport": "tcp"})

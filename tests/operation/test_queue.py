@@ -12,7 +12,8 @@ from support.threads import together
 from dist2.operation import queue as queue_module
 from dist2.operation.kinds import OpKind
 from dist2.operation.queue import CollectiveQueue
-from dist2.operation.signature import GroupInfo, Operation, Signature
+from dist2.operation.record import Operation
+from dist2.operation.signature import GroupInfo, Signature
 from dist2.runtime.deadline import deadline_in
 
 

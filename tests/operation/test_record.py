@@ -15,7 +15,8 @@ import torch
 from dist2.operation.counters import Counters, Counting, Tally, Tallying
 from dist2.operation.instruments import tell
 from dist2.operation.kinds import SUM, OpKind
-from dist2.operation.signature import FIELDS, GroupInfo, Operation, Signature, TensorMeta
+from dist2.operation.record import FIELDS, Operation
+from dist2.operation.signature import GroupInfo, Signature, TensorMeta
 from observability.metrics import COUNTERS, LAST_SEQ, MAX_NS, Metrics
 
 INFO = GroupInfo("uid", "group", "", "socket", 0, (0, 1))

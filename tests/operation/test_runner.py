@@ -21,8 +21,8 @@ from support.torch_features import needs
 
 import dist2
 from dist2 import GroupAbortedError, InvalidUsageError, OperationTimeoutError, ProcessGroup, add_instrument
+from dist2.operation.record import Operation, State
 from dist2.operation.runner import OperationRunner
-from dist2.operation.signature import Operation, State
 from dist2.operation.work import Work
 from dist2.runtime.signals import ctrl_c
 

@@ -16,7 +16,7 @@ from support.torch_features import needs
 from dist2 import GroupAbortedError, InvalidUsageError, ProcessGroup, add_instrument
 from dist2.backends.socket.transport import shared_memory
 from dist2.operation.kinds import OpKind
-from dist2.operation.signature import Operation, State
+from dist2.operation.record import Operation, State
 from dist2.operation.work import Work
 
 SHM = Tenant("shm", "socket", {"transport": "shm"})

@@ -11,7 +11,8 @@ from torch.distributed import ReduceOp, _make_nccl_premul_sum
 
 from dist2 import InvalidUsageError, premul_sum
 from dist2.operation.kinds import AVG, MAX, SUM, OpKind, ReduceKind, Reduction
-from dist2.operation.signature import GroupInfo, Operation, Signature, State, TensorMeta
+from dist2.operation.record import Operation, State
+from dist2.operation.signature import GroupInfo, Signature, TensorMeta
 
 INFO = GroupInfo("uid", "group", "", "socket", 0, (0, 1))
 

@@ -16,7 +16,8 @@ from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]  # n
 
 from dist2 import Dist2Error, InvalidUsageError, OperationTimeoutError, ProcessGroup, Work
 from dist2.operation.kinds import SUM, OpKind
-from dist2.operation.signature import Operation, Signature
+from dist2.operation.record import Operation
+from dist2.operation.signature import Signature
 from dist2.operation.work import _OP_TYPES, typed
 from dist2.runtime.deadline import PAST_NS
 

@@ -12,7 +12,8 @@ from dist2.backends.socket.transport.boards.control_words import WORDS
 from dist2.backends.socket.transport.boards.roster import Member
 from dist2.backends.socket.transport.shared_memory import SharedHost
 from dist2.operation.kinds import SUM, OpKind, Reduction
-from dist2.operation.signature import GroupInfo, Operation, Signature, TensorMeta
+from dist2.operation.record import Operation
+from dist2.operation.signature import GroupInfo, Signature, TensorMeta
 
 
 class Members:

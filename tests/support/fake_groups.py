@@ -10,7 +10,8 @@ import torch
 
 from dist2.operation.instruments import Dispatch, Instrument
 from dist2.operation.kinds import SUM, OpKind
-from dist2.operation.signature import GroupInfo, Operation, Signature, TensorMeta
+from dist2.operation.record import Operation
+from dist2.operation.signature import GroupInfo, Signature, TensorMeta
 
 REDUCING = {OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.REDUCE_SCATTER, OpKind.REDUCE_SCATTER_SINGLE}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dist2 import ProcessGroup
-from dist2.operation.signature import Operation, State
+from dist2.operation.record import Operation, State
 
 
 class Told:

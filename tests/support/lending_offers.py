@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from dist2.backends.socket.borrowing import Borrowing
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 
 
 def note_offers(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -10,8 +10,12 @@ from pathlib import Path
 import attrs
 
 ROOT = Path(__file__).parent.parent.parent
-STAYS = {"__init__", "py", "functional", "launch", "legacy", "torch_backend", "errors"}
-"""Names that programs import: all other names are internal."""
+STAYS = {
+    *("__init__", "py", "functional", "launch", "legacy", "torch_backend", "errors"),
+    *("c10d", "compiled", "operation", "runtime"),
+}
+"""Names that programs import, and packages of compiled modules and what these import: all other names are
+free."""
 
 
 @attrs.frozen

@@ -11,7 +11,7 @@ import torch
 from dist2.backends.socket.lowering import TENSOR, Place
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.operation.engine import NEXT, Plan, Script
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 
 
 class NotingHost:

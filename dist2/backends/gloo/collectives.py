@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from dist2.backends.base import Tensors
 from dist2.backends.carriers import Landing, as_bytes, carrier_of, finish, plain, scale_before
 from dist2.backends.gloo.core import GlooCore, left
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 
 
 class Collectives(GlooCore):

@@ -29,7 +29,8 @@ from dist2.errors import (
     OperationTimeoutError,
     PeerLostError,
 )
-from dist2.operation.signature import Operation, Signature
+from dist2.operation.record import Operation
+from dist2.operation.signature import Signature
 from dist2.runtime.deadline import FOREVER_NS, remaining_s
 from dist2.runtime.signals import await_end, holds_no_lock, run_outside_locks
 from dist2.runtime.threads import Worker

@@ -19,7 +19,7 @@ from dist2.backends.base import GroupSpec, Tensors
 from dist2.backends.carriers import Landing, as_bytes
 from dist2.backends.gloo.core import GlooCore, left, translate
 from dist2.errors import GroupAbortedError, MismatchError, OperationTimeoutError
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 from dist2.runtime.threads import Worker
 
 IDLE_S = 2.0

@@ -30,7 +30,8 @@ from dist2.backends.socket.controlled import Controlled
 from dist2.errors import MismatchError
 from dist2.operation.aliasing import overlaps
 from dist2.operation.kinds import ReduceKind
-from dist2.operation.signature import Operation, Signature
+from dist2.operation.record import Operation
+from dist2.operation.signature import Signature
 
 _REDUCTIONS = {
     ReduceKind.SUM: "SUM",

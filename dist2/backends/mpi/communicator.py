@@ -32,7 +32,8 @@ from dist2.errors import (
 )
 from dist2.operation.description import MAX_BYTES, Call
 from dist2.operation.kinds import OpKind
-from dist2.operation.signature import GroupInfo, Operation, context_id
+from dist2.operation.record import Operation
+from dist2.operation.signature import GroupInfo, context_id
 from dist2.runtime.deadline import deadline_in
 from dist2.runtime.mpi_library import failure, give_up
 

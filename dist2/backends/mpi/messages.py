@@ -20,7 +20,8 @@ from dist2.backends.socket.backend import SocketBackend
 from dist2.backends.socket.outside import peers_of
 from dist2.backends.socket.watched_messages import Progress, WatchedMessage
 from dist2.errors import Dist2Error, InvalidUsageError, MismatchError, PeerLostError
-from dist2.operation.signature import Operation, Signature
+from dist2.operation.record import Operation
+from dist2.operation.signature import Signature
 from dist2.runtime.mpi_library import failure, give_up
 
 _LOOK_NS = 1_000_000

@@ -31,7 +31,8 @@ from dist2.errors import (
     PeerLostError,
 )
 from dist2.operation.kinds import OpKind
-from dist2.operation.signature import Operation, Signature
+from dist2.operation.record import Operation
+from dist2.operation.signature import Signature
 from dist2.runtime.deadline import deadline_in
 
 

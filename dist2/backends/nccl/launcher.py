@@ -32,7 +32,8 @@ from dist2.backends.nccl.watchdog import LOOK_NS, Watchdog
 from dist2.backends.socket.outside import Outside, peers_of
 from dist2.errors import BackendError, Dist2Error, GroupAbortedError, InvalidUsageError
 from dist2.operation.kinds import OpKind
-from dist2.operation.signature import GroupInfo, Operation, Signature
+from dist2.operation.record import Operation
+from dist2.operation.signature import GroupInfo, Signature
 from dist2.runtime.deadline import PAST_NS, deadline_in
 from dist2.runtime.threads import Worker
 

@@ -14,7 +14,8 @@ from dist2.backends.nccl.device import Device
 from dist2.errors import InvalidUsageError
 from dist2.operation.host_staging import Landing
 from dist2.operation.kinds import OpKind
-from dist2.operation.signature import Operation, Signature
+from dist2.operation.record import Operation
+from dist2.operation.signature import Signature
 
 
 def is_staged(signature: Signature) -> bool:

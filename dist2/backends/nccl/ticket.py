@@ -20,7 +20,7 @@ from dist2.backends.base import Helped, StreamOrdered
 from dist2.backends.nccl.device import Device, Event, Stream
 from dist2.backends.socket.transport.base import Transfer
 from dist2.errors import Dist2Error
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 
 Await = Callable[["Ticket", int, Callable[[], bool]], None]
 """Blocks until a predicate of a ticket is true or a deadline passes; with a deadline that is past, has others

@@ -30,7 +30,8 @@ from dist2.backends.gloo.messages import Messages, Waiters
 from dist2.errors import InvalidUsageError, OperationTimeoutError
 from dist2.operation.execution import Execute
 from dist2.operation.kinds import SUM, ReduceKind, Reduction
-from dist2.operation.signature import Operation, Signature
+from dist2.operation.record import Operation
+from dist2.operation.signature import Signature
 from dist2.operation.storage import flattened
 from dist2.runtime.torch_versions import BINDING
 

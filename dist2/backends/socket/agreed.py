@@ -31,7 +31,8 @@ from dist2.backends.socket.transport.base import Transfer
 from dist2.backends.socket.watched_messages import Progress, WatchedMessage
 from dist2.errors import BackendError, InvalidUsageError, OperationTimeoutError, PeerLostError
 from dist2.operation.kinds import OpKind
-from dist2.operation.signature import Operation, Signature, TensorMeta
+from dist2.operation.record import Operation
+from dist2.operation.signature import Signature, TensorMeta
 from dist2.runtime.deadline import deadline_in
 from dist2.store import TCPStore
 

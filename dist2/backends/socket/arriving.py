@@ -9,7 +9,7 @@ import torch
 from dist2.backends.socket.transport.base import Transfer
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.operation.execution import Helped
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 
 Shortly = Callable[[Transfer, int, int], bool]
 """`Express.wait_posted` or `ExpressTake.wait_posted`."""

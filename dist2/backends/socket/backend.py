@@ -42,7 +42,8 @@ from dist2.errors import (
 )
 from dist2.operation.execution import Execute, Helped, Tensors
 from dist2.operation.kinds import OpKind
-from dist2.operation.signature import GroupInfo, Operation, Signature, context_id
+from dist2.operation.record import Operation
+from dist2.operation.signature import GroupInfo, Signature, context_id
 from dist2.runtime.deadline import deadline_in
 from dist2.runtime.rank_names import RankNames, host_and_pid
 from dist2.security.authenticator import Credentials

@@ -22,7 +22,7 @@ from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.lending import Lending, Lent, Tables
 from dist2.backends.socket.transport.boards.recall import Recall
 from dist2.errors import PeerLostError
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 
 Kinds = tuple[int, Tables]
 """The properties that scripts depend on: the parity of the fence, and the access to each member's memory."""

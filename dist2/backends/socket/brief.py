@@ -20,7 +20,7 @@ from dist2.backends.socket.transport.base import Endpoint, Transfer
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.wire import EAGER_BYTES
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 
 
 class Call:

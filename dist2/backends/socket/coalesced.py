@@ -9,7 +9,8 @@ import torch
 
 from dist2.backends.socket.staging import Program
 from dist2.operation.kinds import OpKind
-from dist2.operation.signature import Operation, Signature, TensorMeta
+from dist2.operation.record import Operation
+from dist2.operation.signature import Signature, TensorMeta
 
 COALESCED = {
     OpKind.ALL_REDUCE_COALESCED: OpKind.ALL_REDUCE,

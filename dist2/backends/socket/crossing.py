@@ -37,7 +37,7 @@ from dist2.backends.socket.passing import Passing, Ways
 from dist2.backends.socket.plan import Plan
 from dist2.backends.socket.reduction import Folding
 from dist2.backends.socket.transport.messages.rails import Rails
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 from dist2.runtime.cache import keep
 
 MAX_KEPT = 16

@@ -10,7 +10,7 @@ from dist2.backends.socket.executor import MessageExecutor, Tensors
 from dist2.backends.socket.layout import Layout, addresses
 from dist2.backends.socket.plan import Plan
 from dist2.errors import MismatchError
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 
 
 class CrossingExchange(CrossingProgram):

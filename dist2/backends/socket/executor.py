@@ -21,7 +21,7 @@ from dist2.backends.socket.transport.boards.board import Board
 from dist2.errors import MismatchError
 from dist2.operation.kinds import Reduction
 from dist2.operation.parts import PartsClock, parts_log
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 from dist2.operation.storage import flattened, writable
 from dist2.runtime.cache import keep
 

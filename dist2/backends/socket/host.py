@@ -19,7 +19,7 @@ from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.lending import Lending
 from dist2.backends.socket.transport.boards.recall import Recall
 from dist2.operation import engine
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 
 NEXT: int = engine.NEXT
 RETRY: int = engine.RETRY

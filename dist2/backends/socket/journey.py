@@ -21,7 +21,7 @@ from dist2.backends.socket.transport.boards.recall import Recall
 from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.rails import Rails
 from dist2.compiled import steps
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 
 
 @attrs.frozen

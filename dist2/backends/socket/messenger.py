@@ -23,7 +23,8 @@ from dist2.backends.socket.transport.messages.transfer import Sending, next_numb
 from dist2.compiled import messages
 from dist2.operation.execution import Execute, Helped, Tensors
 from dist2.operation.kinds import OpKind
-from dist2.operation.signature import Operation, Signature
+from dist2.operation.record import Operation
+from dist2.operation.signature import Signature
 
 Way = Callable[[Operation, torch.Tensor], "Helped | None"]
 """Sends or receives a tensor: as `Execute` does."""

@@ -19,7 +19,7 @@ from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.messages.transfer import Sending
 from dist2.errors import Dist2Error, OperationTimeoutError, PeerLostError
 from dist2.operation.kinds import OpKind
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 
 _PROBE_NS = 50_000_000
 """How long a wait lasts before the other members are asked; then twice as long, and so on"""

@@ -23,7 +23,7 @@ from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.express_socket import SocketReceive, SocketSend
 from dist2.backends.socket.transport.messages.rails import Freight, Rails
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 
 
 class Ways:

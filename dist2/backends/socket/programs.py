@@ -39,7 +39,8 @@ from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds
 from dist2.operation.engine import Script
 from dist2.operation.kinds import MAX, OpKind
-from dist2.operation.signature import Operation, Signature
+from dist2.operation.record import Operation
+from dist2.operation.signature import Signature
 
 Tensors = Sequence[torch.Tensor]
 

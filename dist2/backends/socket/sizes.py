@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 from dist2.errors import MismatchError
 from dist2.operation.kinds import OpKind
-from dist2.operation.signature import Operation, Signature, TensorMeta
+from dist2.operation.record import Operation
+from dist2.operation.signature import Signature, TensorMeta
 
 if TYPE_CHECKING:
     from dist2.backends.socket.transport.boards.board import Board

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from dist2.backends.socket.reduction import prepare
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 
 
 def run_alone(operation: Operation, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from dist2.operation.kinds import OpKind
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 
 Tensors = Sequence[torch.Tensor]
 Program = Callable[[Operation, Tensors, Tensors], None]

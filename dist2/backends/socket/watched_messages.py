@@ -16,7 +16,7 @@ import attrs
 from dist2.backends.socket.outside import Outside, peers_of
 from dist2.errors import Dist2Error, OperationTimeoutError
 from dist2.operation.execution import Helped
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 from dist2.runtime.completion import Completion
 from dist2.runtime.threads import Worker
 

@@ -27,7 +27,7 @@ from dist2.backends.socket.transport.boards.control_words import (
 )
 from dist2.backends.socket.transport.boards.pieces import HALVES, LONGER, TINY
 from dist2.operation.engine import FOLD_NAMES, LEAVE, RESTART, RETRY, Plan, Script
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 
 HERE = (IS_MAPPED, 1, *[0] * (HEADER_WORDS - 2))
 """The header of one part in memory that is mapped in this process."""

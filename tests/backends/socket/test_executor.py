@@ -21,7 +21,8 @@ from dist2.backends.socket.reduction import is_exact, prepare
 from dist2.backends.socket.selection import Algorithm
 from dist2.errors import InvalidUsageError, OperationTimeoutError
 from dist2.operation.kinds import AVG, MAX, SUM, OpKind, ReduceKind, Reduction
-from dist2.operation.signature import GroupInfo, Operation, Signature
+from dist2.operation.record import Operation
+from dist2.operation.signature import GroupInfo, Signature
 from dist2.runtime.deadline import FOREVER_NS, deadline_in
 
 MESSAGES = [each for each in ALGORITHMS if not each.flat]

@@ -17,7 +17,7 @@ from dist2.backends.socket.transport.boards.pieces import PIECES
 from dist2.backends.socket.transport.boards.waiting import sleep_ms
 from dist2.backends.socket.transport.doorbell import Doorbell, PeerDoorbell
 from dist2.operation.engine import WORDS_OF_CONTROL, Arrivals
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 
 CORE, RAN, RANG = (WORDS_OF_CONTROL[name] for name in ("CORE", "RAN", "RANG"))
 SLOW_WAKES = 3

@@ -27,7 +27,8 @@ from dist2.backends.socket.transport.boards.pieces import (
     kind_for,
 )
 from dist2.operation.kinds import MAX, OpKind
-from dist2.operation.signature import GroupInfo, Operation, Signature, TensorMeta
+from dist2.operation.record import Operation
+from dist2.operation.signature import GroupInfo, Signature, TensorMeta
 
 
 @pytest.fixture

@@ -26,7 +26,8 @@ from dist2.backends.socket.transport.messages.rails import Rails
 from dist2.backends.socket.transport.messages.ways import ShortWays
 from dist2.errors import OperationTimeoutError
 from dist2.operation.kinds import OpKind
-from dist2.operation.signature import GroupInfo, Operation, Signature
+from dist2.operation.record import Operation
+from dist2.operation.signature import GroupInfo, Signature
 from dist2.runtime.deadline import deadline_in
 
 UNEVEN = Tenant("2+2+1", "socket", layout=(0, 0, 1, 1, 2))

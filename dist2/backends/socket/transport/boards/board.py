@@ -30,7 +30,7 @@ from dist2.backends.socket.transport.boards.roster import Member, Roster
 from dist2.backends.socket.transport.boards.waiting import Waiting
 from dist2.backends.socket.transport.shared_memory import SharedHost
 from dist2.errors import Dist2Error
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 from dist2.runtime.rank_names import RANKS, RankNames
 
 

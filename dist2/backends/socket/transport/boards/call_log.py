@@ -10,10 +10,11 @@ from __future__ import annotations
 import struct
 
 from dist2.operation.description import Call
-from dist2.operation.signature import Operation
+from dist2.operation.engine import CALL_TEXTS
+from dist2.operation.record import Operation
 from dist2.runtime.cache import keep
 
-_ENTRIES, _ENTRY_BYTES = 128, 2048
+_ENTRIES, _ENTRY_BYTES = CALL_TEXTS, 2048
 CALL_LOG_BYTES = _ENTRIES * _ENTRY_BYTES
 """The size that they take of a region."""
 

@@ -18,7 +18,7 @@ from dist2.backends.socket.transport import cross_memory
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.control_words import TABLE_AT, TABLE_BYTES
 from dist2.backends.socket.transport.boards.roster import Member
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 from dist2.runtime.cache import keep
 from dist2.runtime.shared_memory import ArenaLocator, Mapping, attach
 

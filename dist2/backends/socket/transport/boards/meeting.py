@@ -8,7 +8,7 @@ from dist2.backends.socket.transport.boards.roster import Member, Roster
 from dist2.backends.socket.transport.boards.waiting import Waiting
 from dist2.backends.socket.transport.shared_memory import SharedHost
 from dist2.operation.engine import Arrivals
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 
 _YIELD_NS = 2_000_000
 """How long to give way before sleeping: members on the same core are about to make their part."""

@@ -25,7 +25,7 @@ from dist2.backends.socket.transport.spinning import yield_core
 from dist2.errors import MismatchError
 from dist2.operation.description import Call
 from dist2.operation.engine import Arrivals
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 from dist2.runtime.rank_names import RankNames
 
 _LENGTH_BITS = 16

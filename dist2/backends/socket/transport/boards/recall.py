@@ -19,7 +19,7 @@ from dist2.backends.socket.transport.boards.control_words import GAVE_UP, PHASES
 from dist2.backends.socket.transport.spinning import yield_core
 from dist2.errors import MismatchError, PeerLostError
 from dist2.operation.description import Call
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 
 PATIENCE_S = 0.1
 """How long others are waited for: longer than a copy takes, but one of them may be stopped half way."""

@@ -25,7 +25,7 @@ from dist2.errors import (
     PeerLostError,
 )
 from dist2.operation.engine import Arrivals
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 from dist2.runtime.rank_names import RANKS, RankNames
 
 _OPEN, _CLOSED, _ABORTED, _REVOKED = 0, 1, 2, 3

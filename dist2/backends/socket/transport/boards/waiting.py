@@ -19,7 +19,7 @@ from dist2.backends.socket.transport.messages.explaining import absence
 from dist2.backends.socket.transport.spinning import yield_core
 from dist2.errors import MismatchError
 from dist2.operation.engine import Arrivals
-from dist2.operation.signature import Operation
+from dist2.operation.record import Operation
 from dist2.runtime.signals import ctrl_c
 
 _SLEEP_MS = 20
