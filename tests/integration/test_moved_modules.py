@@ -1,4 +1,7 @@
-"""Protection from interruptions does not hang on names: with all modules moved and renamed it is the same."""
+"""Protection from interruptions does not hang on names: with modules moved and renamed it is the same.
+
+Compiled modules, and what these import, cannot be renamed without a compiler: they stay.
+"""
 
 from __future__ import annotations
 
