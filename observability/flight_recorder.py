@@ -251,7 +251,7 @@ class FlightRecorder:
             {'barrier'}
         """
         with self._lock:
-            return [*self._ring.displaced(), *self._ring.recent()]
+            return self._ring.recorded()
 
     def recent(self) -> list[Operation]:
         """Return the records without those that others have displaced, about in the order of their calls.
@@ -314,9 +314,8 @@ class FlightRecorder:
         taken_ns = time.monotonic_ns()
         epoch_offset_ns = time.time_ns() - taken_ns
         with self._lock:
-            recent = self._ring.recent()
-            since_ns = min(each.created_ns for each in recent) if self._ring.is_full else 0
-            recorded = [*self._ring.displaced(), *recent]
+            recorded = self._ring.recorded()
+            since_ns = min(each.created_ns for each in self._ring.recent()) if self._ring.is_full else 0
             groups = {**self._groups, **dict.fromkeys(each.signature.group for each in recorded)}
             delivered = {channel: tally.count for channel, tally in self._delivered.items()}
         if rank is None:

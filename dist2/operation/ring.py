@@ -79,6 +79,11 @@ class Ring(Listener):
         """Return earlier operations of the watched groups, group by group, in order."""
         return [each for tail in list(self._tails.values()) for each in tail.recent()]
 
+    def recorded(self) -> list[Operation]:
+        """Return all, each once: the displaced ones, then the last ones of all groups."""
+        recent = self.recent()  # first: one that is displaced meanwhile is in both lists, and not in none
+        return list(dict.fromkeys([*self.displaced(), *recent]))
+
     def watch(self, group: GroupInfo) -> None:
         """Keep displaced operations of a group."""
         self._last_group = self._last_tail = None
