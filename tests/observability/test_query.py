@@ -46,7 +46,7 @@ class Job:
         """Be one rank."""
         with observability.start(pg, waiting_after_s=0.2) as server:
             for _ in range(3):
-                with observability.step(pg):
+                with observability.step(pg, name="queried"):
                     pg.all_reduce(torch.ones(2))
             self.ready.wait(20)
             if pg.rank() == 0:
@@ -71,7 +71,8 @@ class Job:
         assert ask(server.url, counted, *token) == [{"rank": 0, "calls": 3}, {"rank": 1, "calls": 3}]
         flying = f"select rank, op from operations where state = 'started' and group_name = '{name}'"
         assert ask(server.url, flying, *token) == [{"rank": 0, "op": "barrier"}]
-        (step,) = ask(server.url, "select max(number) as step from steps where rank = 1", *token)
+        queried = "select max(number) as step from steps where rank = 1 and loop = 'queried'"
+        (step,) = ask(server.url, queried, *token)
         assert step == {"step": 3}
 
 

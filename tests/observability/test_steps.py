@@ -94,9 +94,9 @@ def test_a_job_tells_its_slow_step_everywhere() -> None:
     assert "step 8 took" in told["slow_step"]
     assert "rank 1 computed for" in told["slow_step"]
     assert "rank 0 waited" in told["slow_step"]
-    (loop,) = told["ranks"][0]["steps"]
+    (loop,) = [each for each in told["ranks"][0]["steps"] if each["name"] == "job"]  # other tests have others
     latest = loop["latest"][-1]
-    assert (loop["name"], latest["number"]) == ("job", 8)
+    assert latest["number"] == 8
     assert SLOW_S * 0.5 < latest["waited_s"] <= latest["operations_s"] <= latest["step_s"]
     metrics = observability.parse_metrics(job.answers["/metrics"].decode())
     assert metrics.value("dist2_step_duration_seconds_count", loop="job", rank="0") == 8
