@@ -40,7 +40,7 @@ class Package:
 PACKAGES_BOTTOM_UP = (
     Package("dist2.errors", "the exceptions"),
     Package("dist2.runtime", "configuration, deadlines, threads, signals, fork and exit, shared memory"),
-    Package("dist2.compiled", "the hot path, in C and Cython"),
+    Package("dist2.compiled", "an extension in C: messages, payloads over sockets"),
     Package("dist2.security", "handshake, seals, TLS"),
     Package("dist2.store", "key-value stores: TCP, file, hash, prefix"),
     Package("dist2.rendezvous", "how ranks meet"),

@@ -1,8 +1,9 @@
 """What is compiled when dist2 is installed, and needs no torch to be built.
 
-`engine` binds dist2/core. `_native` has two parts in C: `steps` moves payloads over sockets, also for plans,
-`messages` carries messages inside a host (`dist2.backends.socket.transport.messages.express`). Modules beside
-a ``.pxd``, and ``.pyx`` files, are compiled by Cython: the call path in `dist2.operation` above all.
+`_native` has two parts in C: `steps` moves payloads over sockets, also for plans, `messages` carries messages
+inside a host (`dist2.backends.socket.transport.messages.express`). Modules beside a ``.pxd``, and ``.pyx``
+files, are compiled by Cython where they are: the call path and the binding of dist2/core, in
+`dist2.operation`, above all.
 """
 
 _NOT_BUILT = (

@@ -1,5 +1,9 @@
+from dist2.operation.instruments cimport Dispatch
 from dist2.operation.plan_cache cimport Plan
 from dist2.operation.record cimport Operation
+
+
+cdef Dispatch DISPATCH
 
 
 cdef class AsyncCall:

@@ -11,6 +11,7 @@ from cython.cimports.dist2.operation.interpreter import monotonic_ns
 
 from dist2.compiled import check_built
 from dist2.operation.execution import Helped, StreamOrdered, Tensors
+from dist2.operation.instruments import Dispatch, dispatch
 from dist2.operation.plan_cache import Plan
 from dist2.operation.record import Operation
 from dist2.operation.stream_work import StreamWork
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from dist2.operation.runner import OperationRunner
 
 check_built(__name__, __file__)
+
+DISPATCH: Dispatch = dispatch
 
 
 class AsyncCall:
@@ -64,7 +67,7 @@ class AsyncCall:
         if runner.state.fault is not None:
             self.fail(runner.refusal(runner.state.fault))
             return None
-        runner._started(operation)
+        DISPATCH.started(operation)
         operation.started_ns = monotonic_ns()
         try:
             pending = plan.execute(operation, self._inputs, self._outputs)

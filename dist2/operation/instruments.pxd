@@ -14,4 +14,4 @@ cdef class Dispatch:
 
 
 @cython.locals(at=cython.Py_ssize_t, listener=Listener)
-cpdef int tell(tuple told, object operation, object failed) except -1
+cpdef int tell(tuple listeners, object operation, object failed) except -1

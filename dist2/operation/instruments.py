@@ -158,11 +158,11 @@ class Dispatch:
             self.drop(instrument, error)
 
 
-def tell(told: tuple[Tell, ...], operation: Operation, failed: Callable[[Tell, Exception], None]) -> int:
-    """Call each of ``told`` with an operation.
+def tell(listeners: tuple[Tell, ...], operation: Operation, failed: Callable[[Tell, Exception], None]) -> int:
+    """Call each of ``listeners`` with an operation.
 
     Args:
-        told: The callables, in order.
+        listeners: The callables, in order.
         operation: Their argument.
         failed: Called with a callable that raised, and its exception, if that is an `Exception`; the others
             are still called.
@@ -174,10 +174,10 @@ def tell(told: tuple[Tell, ...], operation: Operation, failed: Callable[[Tell, E
         BaseException: Any that is no `Exception`, and exceptions of ``failed``.
     """
     at = 0
-    while at < len(told):
+    while at < len(listeners):
         try:
-            while at < len(told):
-                each = told[at]
+            while at < len(listeners):
+                each = listeners[at]
                 if isinstance(each, Listener):
                     listener = each
                     listener.hear(operation)
@@ -185,7 +185,7 @@ def tell(told: tuple[Tell, ...], operation: Operation, failed: Callable[[Tell, E
                     each(operation)
                 at += 1
         except Exception as error:  # noqa: BLE001 - its instrument is dropped
-            failed(told[at], error)
+            failed(listeners[at], error)
             at += 1
     return 0
 

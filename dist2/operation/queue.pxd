@@ -5,6 +5,12 @@ cdef class QueueState:
     cdef Turn turn
     cdef object __weakref__
 
+    cpdef long long enter(self)
+    cpdef bint left(self)
+    cpdef enter_beside(self)
+    cpdef leave_beside(self)
+    cpdef long long number_message(self)
+    cpdef long long issue(self)
     cpdef bint enter_queued(self)
     cpdef bint lay_down(self)
     cpdef bint pass_on(self)

@@ -184,7 +184,7 @@ class CollectiveQueue(QueueState):
 
     def leave(self) -> None:
         """Give the turn back: to the queue's thread if jobs were queued meanwhile."""
-        if give_back(cython.address(self.turn), 0):
+        if self.left():
             self.hand_on()
 
     def hand_on(self) -> None:
@@ -221,7 +221,8 @@ class CollectiveQueue(QueueState):
         # From here on nothing is called that could let another thread run: a job has the place of its number.
         self._ends_ns = max(self._ends_ns if self._jobs else 0, operation.deadline_ns)
         self._jobs.append(entry)
-        operation.seq = add_job(cython.address(self.turn))
+        operation.seq = self.turn.seq + 1  # first: the thread may run the job at once
+        self.issue()
         return int(self._ends_ns)
 
     def help(self, done: Callable[[], bool]) -> None:

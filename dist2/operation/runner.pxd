@@ -2,7 +2,7 @@ cimport cython
 
 from dist2.operation.async_call cimport AsyncCall
 from dist2.operation.completed_work cimport CompletedWork
-from dist2.operation.instruments cimport Dispatch, tell
+from dist2.operation.instruments cimport Dispatch
 from dist2.operation.places cimport Places
 from dist2.operation.plan_cache cimport Plan, Plans
 from dist2.operation.queue cimport CollectiveQueue
@@ -42,8 +42,8 @@ cdef class OperationRunner:
     cpdef Operation _begin(self, object signature, bint async_op, object timeout)
     cdef bint _takes_calls(self) noexcept
     cdef object _execute(self, Plan plan, Operation operation, object inputs, object outputs, const Places *places)
-    cpdef int _started(self, Operation operation) except -1
     cpdef int _finished(self, Operation operation) except -1
+    cdef object _work(self, Plan plan, Operation operation, object outputs, object pending)
     cdef int _left(self, bint waited) except -1
     cdef AsyncCall _pending(self, Plan plan, Operation operation, object inputs, object outputs)
     cdef object _issue(self, AsyncCall call)

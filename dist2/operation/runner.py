@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import get_ident
@@ -38,7 +37,6 @@ import torch
 from cython.cimports.dist2.operation.completed_work import completed
 from cython.cimports.dist2.operation.interpreter import monotonic_ns
 from cython.cimports.dist2.operation.record import begin
-from cython.cimports.dist2.operation.turn import enter_turn, give_back
 
 from dist2.compiled import check_built
 from dist2.errors import (
@@ -51,14 +49,13 @@ from dist2.errors import (
 from dist2.operation.aliasing import on_copies
 from dist2.operation.async_call import AsyncCall
 from dist2.operation.coalescing import Batch
-from dist2.operation.execution import Executor, Helped, Outcome, Tensors
+from dist2.operation.execution import Executor, Outcome, Tensors
 from dist2.operation.failures import locate, name_operation, own
 from dist2.operation.host_staging import is_staged, through_host
-from dist2.operation.instruments import Dispatch, dispatch, tell
+from dist2.operation.instruments import Dispatch, dispatch
 from dist2.operation.kinds import OpKind
 from dist2.operation.plan_cache import Plan, Plans
 from dist2.operation.poisoning import poison_outputs
-from dist2.operation.profiling import RUNS
 from dist2.operation.queue import CollectiveQueue, refuse_to_wait
 from dist2.operation.record import Operation
 from dist2.operation.signature import GroupInfo, Signature
@@ -238,14 +235,12 @@ class OperationRunner:
             return self._defer(plan, operation, inputs, outputs, False)
         queue = self.queue
         if not async_op or self._natively_async:
-            operation.seq = enter_turn(cython.address(queue.turn))
+            operation.seq = queue.enter()
             if operation.seq:
                 try:
                     pending = self._execute(plan, operation, inputs, outputs, places)
                 finally:
-                    self._left(give_back(cython.address(queue.turn), 0))
-                if pending is None:
-                    return completed(operation, outputs)
+                    self._left(queue.left())
                 return self._work(plan, operation, outputs, pending)
             if not async_op and not queue.let_go():
                 refuse_to_wait(operation)
@@ -268,16 +263,13 @@ class OperationRunner:
         if self.state.batches and get_ident() in self.state.batches:
             return self._defer(plan, operation, inputs, outputs, True)
         queue = self.queue
-        queue.turn.messages += 1
-        operation.seq = queue.turn.messages
-        queue.turn.beside += 1
+        operation.seq = queue.number_message()
+        queue.enter_beside()
         try:
             pending = self._execute(plan, operation, inputs, outputs, places)
         finally:
-            queue.turn.beside -= 1
+            queue.leave_beside()
             self._left(False)
-        if pending is None:
-            return completed(operation, outputs)
         return self._work(plan, operation, outputs, pending)
 
     def send_first(self, plan: Plan, tensor: torch.Tensor, address: int, async_op: bool) -> Work | None:
@@ -293,11 +285,10 @@ class OperationRunner:
             return None
         operation = begin(plan.signature, now, self.state.limit_ns, async_op, self.here)
         queue = self.queue
-        queue.turn.messages += 1
-        operation.seq = queue.turn.messages
-        queue.turn.beside += 1
+        operation.seq = queue.number_message()
+        queue.enter_beside()
         try:
-            self._started(operation)
+            DISPATCH.started(operation)
             operation.started_ns = operation.created_ns
             try:
                 plan.lane.sent(plan.execute, operation, sent)
@@ -305,7 +296,7 @@ class OperationRunner:
                 self._fail_inline(operation, error, (tensor,), ())
             self._finished(operation)
         finally:
-            queue.turn.beside -= 1
+            queue.leave_beside()
             self._left(False)
         return completed(operation, ())
 
@@ -327,7 +318,7 @@ class OperationRunner:
         self, plan: Plan, operation: Operation, inputs: Tensors, outputs: Tensors, places: Any
     ) -> Outcome:
         """Hand an operation to the backend in the thread that called it."""
-        self._started(operation)
+        DISPATCH.started(operation)
         operation.started_ns = operation.created_ns
         operation._places = places
         try:
@@ -340,13 +331,6 @@ class OperationRunner:
             self._finished(operation)
         return pending
 
-    def _started(self, operation: Operation) -> int:
-        """Tell torch's profiler, if it runs, and all instruments that an operation begins."""
-        if DISPATCH.profiler.get(RUNS):
-            DISPATCH.profiled(operation)
-        tell(DISPATCH.operation_started, operation, DISPATCH.on_raise)
-        return 0
-
     def _left(self, waited: bool) -> int:
         """Wake threads that wait for the queue; after an abort, clean up if this thread was the last."""
         try:
@@ -357,10 +341,10 @@ class OperationRunner:
                 self.release()
         return 0
 
-    def _work(
-        self, plan: Plan, operation: Operation, outputs: Tensors, pending: Future[None] | Helped
-    ) -> Work:
-        """Return the Work of an operation that the backend completes later."""
+    def _work(self, plan: Plan, operation: Operation, outputs: Tensors, pending: Outcome) -> Work:
+        """Return the Work of an operation that the backend completed, or completes later."""
+        if pending is None:
+            return completed(operation, outputs)
         call = self._pending(plan, operation, (), outputs)
         work = call._work
         call.follow(pending)
@@ -425,7 +409,7 @@ class OperationRunner:
     def _finished(self, operation: Operation) -> int:
         """Record and report an operation that succeeded."""
         operation.finished_ns = monotonic_ns()
-        tell(DISPATCH.operation_finished, operation, DISPATCH.on_raise)
+        DISPATCH.finished(operation)
         if self.state.hooks:
             self._tell_hooks(operation)
         return 0
