@@ -1,7 +1,8 @@
 """One log line for a wait of the whole job, by the rank that has diagnosed it, however many ranks wait.
 
-The line is repeated when the wait lasts a minute, and ten, and when other ranks are the reason. A last line
-tells that the wait is over: nobody asks for a diagnosis any more, as ranks do as long as they wait.
+The line is repeated when the wait lasts a minute, and ten, and when ranks are the reason that it did not
+name. A last line tells that the wait is over: nobody asks for a diagnosis any more, as ranks do as long as
+they wait.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class WaitingLog:
                 self._since = now - max(each.age_s for each in found.waiting)
             self._heard, waited_s = now, now - self._since
             due = sum(waited_s >= age_s for age_s in AGAIN_S)
-            if due == self._logged and found.culprits == self._culprits:
+            if due == self._logged and set(found.culprits) <= set(self._culprits):
                 return
             self._logged, self._culprits = max(due, self._logged), found.culprits
         level = logging.ERROR if due == len(AGAIN_S) else logging.WARNING

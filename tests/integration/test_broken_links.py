@@ -14,23 +14,29 @@ from support.time_limits import in_time
 
 from dist2 import Dist2Error, PeerLostError, ProcessGroup
 from dist2.backends.socket.backend import SocketBackend
+from dist2.backends.socket.transport.links.link import Link
 
 TOLD_S = 1.5
 SETTLED_S = 4.0
 HOSTS = (0, 0, 1, 1)
 
 
-def reset(pg: ProcessGroup, peer: int) -> None:
-    """Reset the connections of this rank to another one, as a middlebox may."""
+def links(pg: ProcessGroup, peer: int) -> list[Link]:
+    """Return the connections of this rank to another one."""
     backend = pg.backend
     assert isinstance(backend, SocketBackend)
     fabric, mailbox = backend.endpoint._fabric, backend.endpoint._mailbox
     with fabric.lock:
         fabric.courier.reach(mailbox, peer)
-        for link in fabric.linkage.to(mailbox.fabric_ids[peer]):
-            assert isinstance(link.sock, socket.socket)
-            link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            link.reject()
+        return list(fabric.linkage.to(mailbox.fabric_ids[peer]))
+
+
+def reset(pg: ProcessGroup, peer: int) -> None:
+    """Reset the connections of this rank to another one, as a middlebox may."""
+    for link in links(pg, peer):
+        assert isinstance(link.sock, socket.socket)
+        link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        link.reject()
 
 
 def _break(pg: ProcessGroup, ends: tuple[int, int]) -> dict[str, Any]:
@@ -93,3 +99,22 @@ def test_a_reset_connection_between_hosts_is_no_death_and_settled_in_one_way(
             assert "consider this rank lost" in text
     for result in results:
         in_time(result["took_s"], TOLD_S)
+
+
+def test_a_message_sent_over_a_reset_connection_is_told_of_the_lost_connection() -> None:
+    def body(pg: ProcessGroup) -> tuple[str, tuple[int, ...]]:
+        if pg.rank() == 0:
+            pg.send(torch.ones(1), 1)
+            for link in links(pg, 1):
+                link.sock.shutdown(socket.SHUT_WR)  # the write finds it, and not a read
+            error, took_s = caught(PeerLostError, lambda: pg.isend(torch.ones(1), 1).wait())
+            in_time(took_s, TOLD_S)
+        else:
+            pg.recv(torch.ones(1), 0)
+            error, _ = caught(PeerLostError, lambda: pg.recv(torch.ones(1), 0))
+        return str(error), error.ranks
+
+    results = run_ranks(2, body, Tenant("hosts", "socket", layout=(0, 1)))
+    for rank, (text, ranks) in enumerate(results):
+        assert "lost the connection to it" in text
+        assert ranks == (1 - rank,)

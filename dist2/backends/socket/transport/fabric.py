@@ -132,7 +132,7 @@ class Fabric:
         probes = self.probes = Probes(linkage, courier, presence, comparison, departures, origins)
         borrower = Borrower(self.lock, linkage, courier, outcomes, mailboxes)
         delivery = self.delivery = Delivery(courier, outcomes, comparison, borrower)
-        dispatch = Dispatch(linkage, connector, presence, courier, outcomes, comparison, delivery)
+        dispatch = Dispatch(linkage, presence, courier, outcomes, comparison, delivery)
         others = handlers(assembly, comparison, delivery, departures, dispatch, probes, origins)
         intake = Intake(linkage, presence, outcomes, departures, delivery, mailboxes, absent, others, origins)
         attend = self._link_watch.start

@@ -6,7 +6,6 @@ import errno
 import os
 import select
 import socket
-from contextlib import suppress
 
 from dist2.backends.socket.transport.links.acceptor import prepare
 from dist2.backends.socket.transport.links.card import Card
@@ -21,7 +20,6 @@ from dist2.errors import AuthenticationError, PeerLostError, ResourceError
 from dist2.runtime.resources import is_shortage, shortage
 from dist2.runtime.tcp_keepalive import keep_alive
 from dist2.security.authenticator import Credentials
-from dist2.security.handshake import MESSAGE_BYTES, explanation
 
 CONNECT_S = 2.0
 """To a process of this host; connecting to another host does not block."""
@@ -178,15 +176,6 @@ class Connector:
         linkage.links[link.fileno()] = link
         self._epoll.register(link.fileno(), calling.events)
         self._advance(link)
-
-    def hear_why(self, link: Link) -> None:
-        """Learn why a connection that takes nothing any more was refused, if it was; no frame is read."""
-        if not isinstance(link.sock, socket.socket) or link.rx is not None:
-            return  # its writer had authenticated
-        with suppress(OSError):
-            why = explanation(link.reader.rest + link.sock.recv(MESSAGE_BYTES, socket.MSG_PEEK))
-            if why is not None:
-                self._linkage.refuse(link, why)
 
     def drop_calls_for_nothing(self) -> None:
         """Before the end, cancel outgoing connections that nothing waits for: the peer may be gone."""

@@ -17,6 +17,7 @@ from dist2.backends.socket.transport.links.ring import RingReader, RingWriter
 from dist2.backends.socket.transport.messages.transfer import Receiving, Sending
 from dist2.backends.socket.wire import EAGER_BYTES, SEGMENT_BYTES, WAKE, FrameReader, Header, Kind
 from dist2.errors import WireError
+from dist2.runtime.resources import is_shortage
 from dist2.runtime.usage import usage
 from dist2.security.tls import TlsStream
 
@@ -145,7 +146,9 @@ class Link:
             return False
         try:
             count = (self.tx or self.sock).sendmsg([header, payload])
-        except BlockingIOError:
+        except OSError as error:
+            if not (isinstance(error, BlockingIOError) or is_shortage(error)):
+                raise
             count = 0
         if count == len(header) + len(payload):
             return True

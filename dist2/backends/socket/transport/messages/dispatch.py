@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from time import monotonic_ns
 
 from dist2.backends.socket.transport.base import ANY_SOURCE
-from dist2.backends.socket.transport.links.connector import Connector
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.linkage import Linkage
 from dist2.backends.socket.transport.links.presence import Presence
@@ -39,7 +38,6 @@ class Dispatch:
 
     Args:
         linkage: The links.
-        connector: Knows why a connection accepts no more data.
         presence: Notes unreachable processes.
         courier: Finds the links to members.
         outcomes: Completes or fails sends.
@@ -50,7 +48,6 @@ class Dispatch:
     def __init__(
         self,
         linkage: Linkage,
-        connector: Connector,
         presence: Presence,
         courier: Courier,
         outcomes: Outcomes,
@@ -58,7 +55,6 @@ class Dispatch:
         delivery: Delivery,
     ) -> None:
         self._linkage = linkage
-        self._connector = connector
         self._presence = presence
         self._courier = courier
         self._outcomes = outcomes
@@ -153,12 +149,9 @@ class Dispatch:
         else:
             try:
                 sent = link.send(_header(Kind.EAGER, sending, nbytes=sending.nbytes).encode(), sending)
-            except OSError as error:
-                link.give_up_writing()  # whether it died or left is known once all it sent is read
-                self._connector.hear_why(link)
-                refusal = self._unreached(mailbox, sending.peer, error.strerror or error)
-                self._outcomes.finish(sending, mailbox.fault or refusal)
-                return
+            except OSError:
+                link.give_up_writing()  # its reader finds whether the peer died, left or refuses
+                sent = False
             if sent:
                 self._outcomes.finish(sending, None)
             else:
