@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -108,7 +109,8 @@ def write(path: Path, data: bytes | str) -> None:
     content = data.encode(errors="replace") if isinstance(data, str) else data
     if path.exists() or len(content) > PART_BYTES:
         return
-    partial = path.with_name(f".{os.getpid()}.part")
+    # Ranks may be threads of one process, or have equal process ids in containers that share the folder.
+    partial = path.with_name(f".{path.name}-{os.getpid()}-{threading.get_native_id()}.part")
     try:
         partial.write_bytes(content)
         partial.replace(path)

@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,16 @@ def test_old_incidents_are_removed_and_other_folders_stay(
     folders.write(newest / "huge", b"x" * (folders.PART_BYTES + 1))
     assert (newest / "part.json").read_text() == "a"
     assert not (newest / "huge").exists()
+
+
+def test_ranks_that_are_threads_write_their_parts_at_once(tmp_path: Path) -> None:
+    size, rounds = 4, 100
+    with ThreadPoolExecutor(size) as pool:
+        for number in range(rounds):
+            parts = [tmp_path / f"failure-{rank}-{number}.json" for rank in range(size)]
+            list(pool.map(lambda path: folders.write(path, path.name * 100), parts))
+            assert all(path.read_text() == path.name * 100 for path in parts)
+    assert len(list(tmp_path.iterdir())) == size * rounds
 
 
 def test_the_environment_is_shown_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
