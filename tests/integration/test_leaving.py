@@ -144,3 +144,24 @@ def test_a_member_that_leaves_is_known_on_every_backend(tenant: Tenant, need: st
         in_time(took_s, TOLD_BESIDE_S)
 
     run_ranks(SIZE, body, tenant, timeout=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("transport", ["inproc", "shm", "tcp"])
+def test_a_thread_that_aborts_before_its_first_call_is_not_said_to_have_left(transport: str) -> None:
+    """Its links close with its only group, so that others may find them closed before they read why."""
+    all_know = threading.Barrier(SIZE)
+
+    def body(pg: ProcessGroup) -> str:
+        if pg.rank() == LEAVER:
+            pg.abort()
+            all_know.wait(TIMEOUT_S)
+            return ""
+        error, _ = caught(PeerLostError, lambda: pg.all_reduce(torch.ones(4)))
+        all_know.wait(TIMEOUT_S)
+        pg.abort()
+        return str(error)
+
+    for _ in range(8):
+        told = run_ranks(SIZE, body, Tenant(transport, "socket", {"transport": transport}), timeout=TIMEOUT_S)
+        assert not [text for text in told if "left the group" in text]
+        assert all(f"rank {LEAVER} aborted the group" in told[rank] for rank in (0, 2)), told

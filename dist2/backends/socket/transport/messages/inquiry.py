@@ -6,7 +6,7 @@ from collections.abc import Collection
 from time import monotonic_ns
 
 from dist2.backends.socket.transport.fabric import Fabric
-from dist2.backends.socket.transport.messages.departures import left_error
+from dist2.backends.socket.transport.messages.departures import aborted_error, left_error
 from dist2.backends.socket.transport.messages.explaining import HEAR_S, differing, explained
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.errors import GroupRevokedError, MismatchError, PeerLostError
@@ -60,9 +60,10 @@ class Inquiry:
     def _as_told(self, error: PeerLostError) -> PeerLostError:
         """Return the error of a message that failed before its peer was known to have left."""
         mailbox = self._mailbox
-        if error.ranks and mailbox.left.issuperset(error.ranks) and mailbox.aborters.isdisjoint(error.ranks):
-            return left_error(mailbox, error.ranks)
-        return error
+        if not error.ranks or not mailbox.left.issuperset(error.ranks):
+            return error
+        told = left_error if mailbox.aborters.isdisjoint(error.ranks) else aborted_error
+        return told(mailbox, error.ranks)
 
     def hear_out(self, ranks: Collection[int], left: Collection[int] = ()) -> None:
         """Wait a moment for members to report the reasons of their departure.
