@@ -3,6 +3,7 @@
 ::
 
     y = dist2.functional.all_reduce(x, pg)
+    z = dist2.functional.all_reduce(x, pg, async_op=True)  # returns at once; waits when it is first read
     y.square().sum().backward()  # every rank calls backward: it communicates as well
 
 Each function returns a new tensor and leaves its input unchanged. Gradients are those of the sum of all
@@ -25,6 +26,7 @@ import torch
 from dist2.errors import InvalidUsageError
 from dist2.functional import gradients
 from dist2.functional.handles import handle_of, reduction_name
+from dist2.functional.started import startable, wait
 from dist2.group.process_group import ProcessGroup
 from dist2.operation.kinds import AnyReduceOp, ReduceOp
 
@@ -40,12 +42,16 @@ __all__ = [
     "scatter",
     "send",
     "sendrecv",
+    "wait",
 ]
 
 _SUM = ReduceOp.SUM
 
 
-def all_reduce(x: torch.Tensor, pg: ProcessGroup, op: AnyReduceOp = _SUM) -> torch.Tensor:
+@startable
+def all_reduce(
+    x: torch.Tensor, pg: ProcessGroup, op: AnyReduceOp = _SUM, *, async_op: bool = False
+) -> torch.Tensor:
     """Return the reduction of the tensors of all ranks.
 
     Where several ranks have the minimum or maximum, they share its gradient.
@@ -54,6 +60,7 @@ def all_reduce(x: torch.Tensor, pg: ProcessGroup, op: AnyReduceOp = _SUM) -> tor
         x: Same shape and dtype on all ranks.
         pg: The group.
         op: A `ReduceOp` or `dist2.premul_sum`.
+        async_op: Return at once; the result waits when it is first read, see `wait`.
 
     Examples:
         >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
@@ -64,7 +71,10 @@ def all_reduce(x: torch.Tensor, pg: ProcessGroup, op: AnyReduceOp = _SUM) -> tor
     return gradients.all_reduce(x, reduction_name(op), handle_of(x, pg))
 
 
-def reduce(x: torch.Tensor, pg: ProcessGroup, root: int = 0, op: AnyReduceOp = _SUM) -> torch.Tensor:
+@startable
+def reduce(
+    x: torch.Tensor, pg: ProcessGroup, root: int = 0, op: AnyReduceOp = _SUM, *, async_op: bool = False
+) -> torch.Tensor:
     """Return the reduction of the tensors of all ranks at the root; zeros of its shape elsewhere.
 
     Args:
@@ -72,6 +82,7 @@ def reduce(x: torch.Tensor, pg: ProcessGroup, root: int = 0, op: AnyReduceOp = _
         pg: The group.
         root: Group rank.
         op: A `ReduceOp` or `dist2.premul_sum`.
+        async_op: Return at once; the result waits when it is first read, see `wait`.
 
     Examples:
         >>> y = dist2.functional.reduce(torch.ones(2), pg, root=0)
@@ -81,7 +92,8 @@ def reduce(x: torch.Tensor, pg: ProcessGroup, root: int = 0, op: AnyReduceOp = _
     return gradients.reduce(x, root, reduction_name(op), handle_of(x, pg))
 
 
-def broadcast(x: torch.Tensor, pg: ProcessGroup, root: int = 0) -> torch.Tensor:
+@startable
+def broadcast(x: torch.Tensor, pg: ProcessGroup, root: int = 0, *, async_op: bool = False) -> torch.Tensor:
     """Return the tensor of the root.
 
     Args:
@@ -89,6 +101,7 @@ def broadcast(x: torch.Tensor, pg: ProcessGroup, root: int = 0) -> torch.Tensor:
             does, and its gradient is zero.
         pg: The group.
         root: Group rank.
+        async_op: Return at once; the result waits when it is first read, see `wait`.
 
     Examples:
         >>> dist2.functional.broadcast(torch.full((2,), float(pg.rank())), pg, root=1)
@@ -97,8 +110,14 @@ def broadcast(x: torch.Tensor, pg: ProcessGroup, root: int = 0) -> torch.Tensor:
     return gradients.broadcast(x, root, handle_of(x, pg))
 
 
+@startable
 def all_gather(
-    x: torch.Tensor, pg: ProcessGroup, dim: int = 0, *, sizes: Sequence[int] | None = None
+    x: torch.Tensor,
+    pg: ProcessGroup,
+    dim: int = 0,
+    *,
+    sizes: Sequence[int] | None = None,
+    async_op: bool = False,
 ) -> torch.Tensor:
     """Return the tensors of all ranks, one after the other in a dimension.
 
@@ -108,6 +127,7 @@ def all_gather(
         pg: The group.
         dim: Dimension that grows.
         sizes: Size of ``dim`` on each rank; None if it is the same on all ranks.
+        async_op: Return at once; the result waits when it is first read, see `wait`.
 
     Raises:
         InvalidUsageError: ``sizes`` has not one entry for each rank, or differs from ``x`` on this rank.
@@ -129,6 +149,7 @@ def all_gather(
     return whole.movedim(0, dim)
 
 
+@startable
 def reduce_scatter(
     x: torch.Tensor,
     pg: ProcessGroup,
@@ -136,6 +157,7 @@ def reduce_scatter(
     dim: int = 0,
     *,
     sizes: Sequence[int] | None = None,
+    async_op: bool = False,
 ) -> torch.Tensor:
     """Return this rank's part of the reduction of the tensors of all ranks.
 
@@ -145,6 +167,7 @@ def reduce_scatter(
         op: A `ReduceOp` or `dist2.premul_sum`.
         dim: Dimension that is cut.
         sizes: Size of ``dim`` in the result of each rank; None for equal parts.
+        async_op: Return at once; the result waits when it is first read, see `wait`.
 
     Raises:
         InvalidUsageError: ``dim`` cannot be cut into equal parts, or not into ``sizes``.
@@ -164,7 +187,10 @@ def reduce_scatter(
     return part.movedim(0, dim)
 
 
-def gather(x: torch.Tensor, pg: ProcessGroup, root: int = 0, dim: int = 0) -> torch.Tensor:
+@startable
+def gather(
+    x: torch.Tensor, pg: ProcessGroup, root: int = 0, dim: int = 0, *, async_op: bool = False
+) -> torch.Tensor:
     """Return the tensors of all ranks at the root, one after the other in a dimension.
 
     On the other ranks, the size of that dimension is 0; they call backward on it (``y.sum()``) as the root
@@ -175,6 +201,7 @@ def gather(x: torch.Tensor, pg: ProcessGroup, root: int = 0, dim: int = 0) -> to
         pg: The group.
         root: Group rank.
         dim: Dimension that grows.
+        async_op: Return at once; the result waits when it is first read, see `wait`.
 
     Examples:
         >>> y = dist2.functional.gather(torch.ones(2), pg, root=0)
@@ -186,7 +213,10 @@ def gather(x: torch.Tensor, pg: ProcessGroup, root: int = 0, dim: int = 0) -> to
     return gradients.gather(x.movedim(dim, 0), root, pg.rank(), group).movedim(0, dim)
 
 
-def scatter(x: torch.Tensor, pg: ProcessGroup, root: int = 0, dim: int = 0) -> torch.Tensor:
+@startable
+def scatter(
+    x: torch.Tensor, pg: ProcessGroup, root: int = 0, dim: int = 0, *, async_op: bool = False
+) -> torch.Tensor:
     """Return this rank's part of the root's tensor, which is cut into equal parts.
 
     Args:
@@ -195,6 +225,7 @@ def scatter(x: torch.Tensor, pg: ProcessGroup, root: int = 0, dim: int = 0) -> t
         pg: The group.
         root: Group rank.
         dim: Dimension that is cut.
+        async_op: Return at once; the result waits when it is first read, see `wait`.
 
     Raises:
         InvalidUsageError: ``dim`` cannot be cut into equal parts.
@@ -209,11 +240,14 @@ def scatter(x: torch.Tensor, pg: ProcessGroup, root: int = 0, dim: int = 0) -> t
     return part.movedim(0, dim)
 
 
+@startable
 def all_to_all(
     x: torch.Tensor,
     pg: ProcessGroup,
     output_sizes: Sequence[int] | None = None,
     input_sizes: Sequence[int] | None = None,
+    *,
+    async_op: bool = False,
 ) -> torch.Tensor:
     """Send parts of dimension 0 to the ranks and return those that the ranks sent to this one, by rank.
 
@@ -222,6 +256,7 @@ def all_to_all(
         pg: The group.
         output_sizes: Rows that each rank sends to this one; None for equal parts.
         input_sizes: Rows sent to each rank; None for equal parts.
+        async_op: Return at once; the result waits when it is first read, see `wait`.
 
     Raises:
         InvalidUsageError: Dimension 0 cannot be cut into equal parts, or not into ``input_sizes``; or one of
@@ -246,7 +281,10 @@ def all_to_all(
     return gradients.all_to_all(x, output_sizes, input_sizes, group)
 
 
-def send(x: torch.Tensor, pg: ProcessGroup, dst: int, tag: int = 0) -> torch.Tensor:
+@startable
+def send(
+    x: torch.Tensor, pg: ProcessGroup, dst: int, tag: int = 0, *, async_op: bool = False
+) -> torch.Tensor:
     """Send a tensor to a rank; return a zero without dimensions.
 
     Add the zero to the loss: the backward pass then receives the gradient from ``dst``.
@@ -256,6 +294,7 @@ def send(x: torch.Tensor, pg: ProcessGroup, dst: int, tag: int = 0) -> torch.Ten
         pg: The group.
         dst: Group rank.
         tag: Tells messages between two ranks apart, in both directions.
+        async_op: Return at once; the result waits when it is first read, see `wait`.
 
     Examples:
         >>> x = torch.ones(2, requires_grad=True)
@@ -270,7 +309,10 @@ def send(x: torch.Tensor, pg: ProcessGroup, dst: int, tag: int = 0) -> torch.Ten
     return gradients.send(x, dst, tag, handle_of(x, pg))
 
 
-def recv(x: torch.Tensor, pg: ProcessGroup, src: int, tag: int = 0) -> torch.Tensor:
+@startable
+def recv(
+    x: torch.Tensor, pg: ProcessGroup, src: int, tag: int = 0, *, async_op: bool = False
+) -> torch.Tensor:
     """Return the tensor that a rank sends.
 
     Args:
@@ -279,6 +321,7 @@ def recv(x: torch.Tensor, pg: ProcessGroup, src: int, tag: int = 0) -> torch.Ten
         pg: The group.
         src: Group rank.
         tag: Takes only a message of this tag.
+        async_op: Return at once; the result waits when it is first read, see `wait`.
 
     Examples:
         >>> other = 1 - pg.rank()
@@ -289,7 +332,10 @@ def recv(x: torch.Tensor, pg: ProcessGroup, src: int, tag: int = 0) -> torch.Ten
     return gradients.recv(x, src, tag, handle_of(x, pg))
 
 
-def sendrecv(x: torch.Tensor, pg: ProcessGroup, dst: int, src: int, tag: int = 0) -> torch.Tensor:
+@startable
+def sendrecv(
+    x: torch.Tensor, pg: ProcessGroup, dst: int, src: int, tag: int = 0, *, async_op: bool = False
+) -> torch.Tensor:
     """Send a tensor to a rank and return the tensor of the same shape that another rank sends.
 
     On a ring: ``sendrecv(x, pg, dst=(rank + 1) % size, src=(rank - 1) % size)``.
@@ -300,6 +346,7 @@ def sendrecv(x: torch.Tensor, pg: ProcessGroup, dst: int, src: int, tag: int = 0
         dst: Group rank that receives ``x``.
         src: Group rank whose message is returned.
         tag: Of both messages.
+        async_op: Return at once; the result waits when it is first read, see `wait`.
 
     Examples:
         >>> other = 1 - pg.rank()

@@ -16,6 +16,7 @@ from torch.fx import has_side_effect
 from torch.library import custom_op
 
 from dist2.functional.handles import group_of, reduction_of, size_of
+from dist2.functional.started import finish, run
 
 
 def _same_shape(name: str) -> Callable[..., torch.Tensor]:
@@ -41,7 +42,7 @@ def _gathered(x: torch.Tensor, root: int, rank: int, group: str) -> torch.Tensor
 def all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
     """Return the reduction of the tensors of all ranks."""
     out = x.clone(memory_format=torch.contiguous_format)
-    group_of(group).all_reduce(out, reduction_of(op))
+    run(group_of(group).all_reduce, out, reduction_of(op))
     return out
 
 
@@ -50,15 +51,15 @@ def reduce(x: torch.Tensor, root: int, op: str, group: str) -> torch.Tensor:
     """Return the reduction at the root, zeros elsewhere."""
     pg = group_of(group)
     out = x.clone(memory_format=torch.contiguous_format)
-    pg.reduce(out, root, reduction_of(op))
-    return out if pg.rank() == root else out.zero_()
+    run(pg.reduce, out, root, reduction_of(op))
+    return out if pg.rank() == root else torch.zeros_like(out)
 
 
 @custom_op("dist2::broadcast", mutates_args=())
 def broadcast(x: torch.Tensor, root: int, group: str) -> torch.Tensor:
     """Return the tensor of the root."""
     out = x.clone(memory_format=torch.contiguous_format)
-    group_of(group).broadcast(out, root)
+    run(group_of(group).broadcast, out, root)
     return out
 
 
@@ -67,9 +68,9 @@ def all_gather(x: torch.Tensor, sizes: Sequence[int], rank: int, group: str) -> 
     """Return the rows of all ranks; rank r has ``sizes[r]``."""
     pg, out = group_of(group), _rows(x, sum(sizes))
     if len(set(sizes)) == 1:
-        pg.all_gather_single(out, x)
+        run(pg.all_gather_single, out, x)
     else:
-        pg.all_gather_v(out.split(list(sizes)), x)
+        run(pg.all_gather_v, out.split(list(sizes)), x)
     return out
 
 
@@ -78,9 +79,9 @@ def reduce_scatter(x: torch.Tensor, op: str, sizes: Sequence[int], rank: int, gr
     """Return this rank's rows of the reduction; rank r has ``sizes[r]`` of them."""
     pg, out = group_of(group), _rows(x, sizes[rank])
     if len(set(sizes)) == 1:
-        pg.reduce_scatter_single(out, x.contiguous(), reduction_of(op))
+        run(pg.reduce_scatter_single, out, x.contiguous(), reduction_of(op))
     else:
-        pg.reduce_scatter_v(out, x.split(list(sizes)), reduction_of(op))
+        run(pg.reduce_scatter_v, out, x.split(list(sizes)), reduction_of(op))
     return out
 
 
@@ -88,7 +89,7 @@ def reduce_scatter(x: torch.Tensor, op: str, sizes: Sequence[int], rank: int, gr
 def gather(x: torch.Tensor, root: int, rank: int, group: str) -> torch.Tensor:
     """Return the rows of all ranks at the root, no rows elsewhere."""
     pg, out = group_of(group), _gathered(x, root, rank, group)
-    pg.gather(list(out.chunk(pg.size())) if rank == root else None, x, root)
+    run(pg.gather, list(out.chunk(pg.size())) if rank == root else None, x, root)
     return out
 
 
@@ -96,7 +97,7 @@ def gather(x: torch.Tensor, root: int, rank: int, group: str) -> torch.Tensor:
 def scatter(x: torch.Tensor, rows: int, root: int, rank: int, group: str) -> torch.Tensor:
     """Return this rank's ``rows`` of the root's tensor."""
     out = _rows(x, rows)
-    group_of(group).scatter(out, list(x.split(rows)) if rank == root else None, root)
+    run(group_of(group).scatter, out, list(x.split(rows)) if rank == root else None, root)
     return out
 
 
@@ -106,14 +107,14 @@ def all_to_all(
 ) -> torch.Tensor:
     """Send ``input_sizes[r]`` rows to rank r; return the rows received, ``output_sizes[r]`` from rank r."""
     out = _rows(x, sum(output_sizes))
-    group_of(group).all_to_all_single(out, x, list(output_sizes), list(input_sizes))
+    run(group_of(group).all_to_all_single, out, x, list(output_sizes), list(input_sizes))
     return out
 
 
 @custom_op("dist2::send", mutates_args=())
 def send(x: torch.Tensor, dst: int, tag: int, group: str) -> torch.Tensor:
     """Send a tensor; return a zero, which the backward pass starts from."""
-    group_of(group).send(x, dst, tag)
+    run(group_of(group).send, x, dst, tag)
     return x.new_zeros(())
 
 
@@ -121,7 +122,7 @@ def send(x: torch.Tensor, dst: int, tag: int, group: str) -> torch.Tensor:
 def recv(x: torch.Tensor, src: int, tag: int, group: str) -> torch.Tensor:
     """Return a tensor received, of the shape of ``x``."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    group_of(group).recv(out, src, tag)
+    run(group_of(group).recv, out, src, tag)
     return out
 
 
@@ -130,8 +131,8 @@ def sendrecv(x: torch.Tensor, dst: int, src: int, tag: int, group: str) -> torch
     """Send a tensor to one rank while receiving one of its shape from another."""
     pg, out = group_of(group), torch.empty_like(x, memory_format=torch.contiguous_format)
     sending = pg.send(x, dst, tag, async_op=True)
-    pg.recv(out, src, tag)
-    sending.wait()
+    run(pg.recv, out, src, tag)
+    finish(sending)
     return out
 
 

@@ -160,6 +160,22 @@ def negated_view(tensor: torch.Tensor) -> torch.Tensor:
     return torch._neg_view(tensor)
 
 
+def without_storage(cls: type[torch.Tensor], like: torch.Tensor) -> Any:
+    """Return a tensor of a class that handles ``__torch_dispatch__``, with the properties of another one."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls,
+        like.shape,
+        strides=like.stride(),
+        storage_offset=like.storage_offset(),
+        dtype=like.dtype,
+        device=like.device,
+    )
+
+
+plain_functions: Any = torch._C.DisableTorchFunctionSubclass
+"""A block in which functions of torch ignore ``__torch_function__`` of subclasses."""
+
+
 def profiling_all_threads() -> dict[str, Any]:
     """Return arguments with which torch's profiler sees all threads; none where it has no such option."""
     try:

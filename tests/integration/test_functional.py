@@ -39,6 +39,7 @@ def mine(rank: int) -> torch.Tensor:
 
 TRACED: dict[str, Case] = {
     "all_reduce": lambda x, pg: functional.all_reduce(x, pg),
+    "all_reduce, async_op": lambda x, pg: functional.wait(functional.all_reduce(x, pg, async_op=True)),
     "all_reduce, max": lambda x, pg: functional.all_reduce(x, pg, ReduceOp.MAX),
     "reduce": lambda x, pg: functional.reduce(x, pg, 1, ReduceOp.AVG),
     "broadcast": lambda x, pg: functional.broadcast(x, pg, 1),
