@@ -14,12 +14,42 @@ from dist2.backends.socket.transport.messages.transfer import Receiving
 from dist2.operation.record import Operation
 
 class End:
-    """One end's own counters of a ring: the base of `links.ring.Ring`, which `Express` uses as well."""
+    """One end of a ring; ``rings.c`` has its theory of operation.
 
-    _count: int
-    _base: int
+    Args:
+        memory: A page of words, then a number of bytes that is a power of two.
+        writes: Whether it is the writing end.
+
+    Attributes:
+        has_bytes: Whether there is something to read.
+        has_room: Whether there is room to write.
+        other_sleeps: Whether the other end wants to be woken.
+    """
+
     _pidfd: int
-    def __init__(self, memory: memoryview) -> None: ...
+    @property
+    def has_bytes(self) -> bool: ...
+    @property
+    def has_room(self) -> bool: ...
+    @property
+    def other_sleeps(self) -> bool: ...
+    def __init__(self, memory: memoryview, writes: bool) -> None: ...
+    def sendmsg(self, buffers: Sequence[bytes | memoryview], /) -> int:
+        """Write as much as there is room for.
+
+        Raises:
+            BlockingIOError: There is none.
+            ConnectionError: The reader's counter is invalid: it was overwritten.
+        """
+    def recv_into(self, buffer: memoryview, /) -> int:
+        """Read available bytes, up to the length of ``buffer``.
+
+        Raises:
+            BlockingIOError: Nothing is.
+            ConnectionError: The writer's counter is invalid.
+        """
+    def doze(self, sleeping: bool, /) -> None:
+        """Set whether this end sleeps until the other one wakes it: look once more afterwards."""
 
 class Express:
     """Sends and receives of the messages of a lot, as one call: see `messages.express`.
@@ -40,7 +70,6 @@ class Express:
         lone_spins: and if that is 0, while no other process needs the core.
         taken: Header of the frames that report the read of a long message,
         received: and of those that report received bytes.
-        whole: The short path of the same messages sent whole, not lent, though long.
 
     Attributes:
         partings: How often it slept to get a core other than the awaited process's.
@@ -70,7 +99,6 @@ class Express:
         lone_spins: int,
         taken: bytes,
         received: bytes,
-        whole: Express | None = None,
     ) -> None: ...
     def send(self, address: int, /) -> bool:
         """Send memory by its address; False, with nothing done, if it must be queued or announced."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from dist2.backends.socket.transport.messages.express_long import ExpressOffer, 
 from dist2.backends.socket.transport.messages.express_socket import SocketReceive
 from dist2.backends.socket.transport.messages.transfer import Sending, next_number
 from dist2.compiled import messages
-from dist2.operation.execution import Execute, Helped, Tensors
+from dist2.operation.execution import Execute, Helped, Outcome, Tensors
 from dist2.operation.kinds import OpKind
 from dist2.operation.record import Operation
 from dist2.operation.signature import Signature
@@ -63,28 +62,23 @@ class Messenger:
 
     def plan(self, signature: Signature) -> Execute:
         """Return the callable that runs the sends or receives of a signature."""
-        short_way = self._short_way(signature)
-        long_way = self._send if signature.kind is OpKind.SEND else self._recv
-        if short_way is None:
-            return long_way
+        plain_way, long_way = self.plan_plain(signature), self._long_way(signature)
 
-        def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> Helped | None:
+        def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> Outcome:
             (tensor,) = inputs or outputs
-            self.last = operation
-            if tensor.is_contiguous() and not tensor.is_neg():
-                return short_way(operation, tensor)
-            return long_way(operation, inputs, outputs)
+            way = plain_way if is_plain(tensor) else long_way
+            return way(operation, inputs, outputs)
 
         return execute
 
     def plan_plain(self, signature: Signature) -> Execute:
         """Do `plan` for tensors that are all plain; see `Backend.plan_plain`."""
-        carrier = self._carrier(signature)
-        if carrier is not None:
-            return carrier
-        short_way = self._short_way(signature)
+        lot = _lot_of(signature)
+        if lot is not None and self._endpoint.ways.has_express(lot):
+            return self._carrier(lot, sends=signature.kind is OpKind.SEND)
+        short_way = self._way_in_from_any(signature) if lot is None else self._way_over_socket(signature, lot)
         if short_way is None:
-            return self.plan(signature)
+            return self._long_way(signature)
 
         def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> Helped | None:
             (tensor,) = inputs or outputs
@@ -93,25 +87,21 @@ class Messenger:
 
         return execute
 
-    def _carrier(self, signature: Signature) -> Execute | None:
-        """Return a callable that runs a signature in C, if its messages have a short path."""
-        lot = _lot_of(signature)
-        if lot is None or not self._endpoint.ways.has_express(lot):
-            return None
-        express = self._endpoint.ways.express(lot)
-        sends = signature.kind is OpKind.SEND
+    def _long_way(self, signature: Signature) -> Execute:
+        return self._send if signature.kind is OpKind.SEND else self._recv
+
+    def _carrier(self, lot: Lot, *, sends: bool) -> Execute:
+        """Return a callable in C that runs the messages of a lot inside the host."""
+        ways, endpoint = self._endpoint.ways, self._endpoint
+        express = ways.express(lot)
         more: dict[str, Any] = {}
-        if lot.is_long:
-            if sends:
-                offer = self._endpoint.ways.express_offer(lot)
-                more, otherwise = self._long_out(offer), self._by_loan(lot, offer, None)
-            else:
-                take = self._endpoint.ways.express_take(lot)
-                more = self._long_in(lot, take)
-                otherwise = self._posting(self._endpoint.recv_tagged, lot, take.wait_posted)
-        else:
-            post = self._endpoint.send_tagged if sends else self._endpoint.recv_tagged
-            otherwise = self._posting(post, lot, None if sends else express.wait_posted)
+        shortly = None if sends else express.wait_posted
+        if lot.is_long and sends:
+            more = self._long_out(ways.express_offer(lot))
+        elif lot.is_long:
+            take = ways.express_take(lot)
+            more, shortly = self._long_in(lot, take), take.wait_posted
+        otherwise = self._posting(endpoint.send_tagged if sends else endpoint.recv_tagged, lot, shortly)
         return messages.Carrier(messenger=self, express=express, sends=sends, otherwise=otherwise, **more)
 
     def _long_out(self, offer: ExpressOffer) -> dict[str, Any]:
@@ -128,45 +118,21 @@ class Messenger:
     def _long_in(self, lot: Lot, take: ExpressTake) -> dict[str, Any]:
         """Return the action of a carrier for a long message that cannot be read at once."""
 
-        def resume(operation: Operation, tensor: torch.Tensor, left: tuple[Link, bytes, int]) -> None:
+        def resume(operation: Operation, tensor: torch.Tensor, left: tuple[Link, bytes, bool]) -> None:
             take.go_on(*left, tensor.data_ptr(), operation.deadline_ns)
             operation.source = lot.peer
 
         return {"resume": resume}
 
-    def _short_way(self, signature: Signature) -> Way | None:
-        """Return how messages of a signature go whose memory holds their values one after the other."""
-        if signature.peer is None:
-            return self._way_in_from_any(signature)
-        lot = _lot_of(signature)
-        if lot is None:
-            return None
-        return self._way_out(lot) if signature.kind is OpKind.SEND else self._way_in(lot)
-
     # The short paths, of tensors whose memory holds their values one after the other
 
-    def _way_out(self, lot: Lot) -> Way:
-        ways = self._endpoint.ways
+    def _way_over_socket(self, signature: Signature, lot: Lot) -> Way:
+        ways, sends = self._endpoint.ways, signature.kind is OpKind.SEND
         if ways.has_socket_way(lot):
-            return self._by_socket_out(lot)
+            return self._by_socket_out(lot) if sends else self._taking(ways.socket_receive(lot), lot)
         if ways.has_announced_way(lot):
-            return self._announced_out(lot)
-        if not ways.has_express(lot):
-            return self._posting(self._endpoint.send_tagged, lot)
-        if lot.is_long:
-            whole = None if lot.whole_lot is None else ways.express(lot.whole_lot)
-            return self._by_loan(lot, ways.express_offer(lot), whole)
-        return self._by_ring_out(lot)
-
-    def _way_in(self, lot: Lot) -> Way:
-        ways = self._endpoint.ways
-        if ways.has_socket_way(lot):
-            return self._taking(ways.socket_receive(lot), lot)
-        if ways.has_announced_way(lot):
-            return self._taking(ways.announced_take(lot), lot)
-        if not ways.has_express(lot):
-            return self._posting(self._endpoint.recv_tagged, lot)
-        return self._by_ring_in(lot)
+            return self._announced_out(lot) if sends else self._taking(ways.announced_take(lot), lot)
+        return self._posting(self._endpoint.send_tagged if sends else self._endpoint.recv_tagged, lot)
 
     def _posting(self, post: Post, lot: Lot, shortly: Shortly | None = None) -> Way:
         """Return the long path, without the copies that only tensors that are not contiguous need.
@@ -181,33 +147,11 @@ class Messenger:
 
         return run
 
-    def _by_ring_out(self, lot: Lot) -> Way:
-        endpoint = self._endpoint
-        send, otherwise = self._endpoint.ways.express(lot).send, self._posting(endpoint.send_tagged, lot)
-
-        def run(operation: Operation, tensor: torch.Tensor) -> Helped | None:
-            return None if send(tensor.data_ptr()) else otherwise(operation, tensor)
-
-        return run
-
-    def _by_ring_in(self, lot: Lot) -> Way:
-        ways, peer = self._endpoint.ways, lot.peer
-        express = ways.express_take(lot) if lot.is_long else ways.express(lot)
-        take, wait = express.take, express.wait
-        otherwise = self._posting(self._endpoint.recv_tagged, lot, express.wait_posted)
-
-        def run(operation: Operation, tensor: torch.Tensor) -> Helped | None:
-            address = tensor.data_ptr()
-            if take(address) if operation.is_async else wait(address, operation.deadline_ns):
-                operation.source = peer
-                return None
-            return otherwise(operation, tensor)
-
-        return run
-
     def _way_in_from_any(self, signature: Signature) -> Way | None:
-        (meta,) = signature.outputs
-        if meta.dtype.is_complex or not self._endpoint.ways.has_express_any(signature.nbytes):
+        (meta,) = signature.inputs or signature.outputs
+        if signature.peer is not None or meta.dtype.is_complex:
+            return None
+        if not self._endpoint.ways.has_express_any(signature.nbytes):
             return None
         lot = Lot(ANY_SOURCE, signature.tag, signature.fingerprint, signature.nbytes)
         express, otherwise = (
@@ -224,25 +168,6 @@ class Messenger:
                 return otherwise(operation, tensor)
             operation.source = source
             return None
-
-        return run
-
-    def _by_loan(self, lot: Lot, offer: ExpressOffer, whole: messages.Express | None) -> Way:
-        """Return the path of outgoing messages that are lent; or sent whole if the caller does not wait."""
-        otherwise = self._posting(self._endpoint.send_tagged, lot)
-        send, post = offer.send, offer.post
-
-        def run(operation: Operation, tensor: torch.Tensor) -> Helped | None:
-            address, view = tensor.data_ptr(), partial(bytes_of, tensor)
-            if operation.is_async:
-                if whole is not None and whole.send(address):
-                    return None
-                sending = post(address, view)
-            else:
-                sending = send(address, view, operation.deadline_ns)
-            if sending is None:
-                return otherwise(operation, tensor)
-            return self._posted(operation, sending, tensor, None)
 
         return run
 

@@ -19,10 +19,8 @@ from dist2.errors import WireError
 PROTOCOL_VERSION = 1
 EAGER_BYTES = 1 << 16
 """Messages up to this long travel at once; longer ones wait until the receiver has a buffer,"""
-LEND_BYTES = 48 << 10
-"""save that one longer than this may be lent at once inside a host: both sides move it, and sooner;"""
-WHOLE_BYTES = 448 << 10
-"""but one up to this long is in the ring at once if its sender does not wait and there is room."""
+RING_MESSAGE_BYTES = 448 << 10
+"""save that one up to this long goes at once inside a host, if its ring has room. Longer ones are lent."""
 PROMPT_BYTES = 1 << 20
 """And one up to this long may go at once over a socket that is free, within the sender's credit."""
 SEGMENT_BYTES = 1 << 20
@@ -158,8 +156,7 @@ class Header(NamedTuple):
             )
         wrong = kind is Kind.EAGER and nbytes != total
         if kind is Kind.ANNOUNCE or kind is Kind.OFFER:
-            least = EAGER_BYTES if kind is Kind.ANNOUNCE else LEND_BYTES
-            wrong = total <= least or nbytes != _LIMITS.get(kind, 0)
+            wrong = total <= EAGER_BYTES or nbytes != _LIMITS.get(kind, 0)
         if wrong:
             raise WireError(f"a {kind.name} frame of {nbytes} bytes for a message of {total}")
         return cls(kind, flags, context, seq, tag, fingerprint, nbytes, transfer, total)

@@ -19,7 +19,7 @@ from dist2.compiled import messages
 
 pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory")
 
-LONG = 256 << 10
+LONG = 1 << 20
 
 
 @pytest.fixture

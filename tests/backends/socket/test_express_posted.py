@@ -15,7 +15,7 @@ from dist2 import GroupAbortedError, MismatchError, OperationTimeoutError, Proce
 from dist2.backends.socket.transport import shared_memory
 from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.messages.credit import FRAME_COST, REPORTED_BYTES
-from dist2.backends.socket.wire import LEND_BYTES
+from dist2.backends.socket.wire import EAGER_BYTES
 
 pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory")
 
@@ -223,16 +223,16 @@ def test_a_message_that_differs_fails_the_long_way(sides: tuple[Side, Side]) -> 
 
 def test_the_sender_is_told_what_was_received(sides: tuple[Side, Side]) -> None:
     one, two = sides
-    for number in range(REPORTED_BYTES // (FRAME_COST + LEND_BYTES) + 1):
-        buffer = bytearray(LEND_BYTES)
+    for number in range(REPORTED_BYTES // (FRAME_COST + EAGER_BYTES) + 1):
+        buffer = bytearray(EAGER_BYTES)
         posted = two.post(buffer)
-        assert one.send(text(number)[:1] * LEND_BYTES)
+        assert one.send(text(number)[:1] * EAGER_BYTES)
         if not two.wait_posted(posted, buffer):  # as long a one may take the long path
             two.endpoint.wait([posted], soon())
-        assert bytes(buffer) == text(number)[:1] * LEND_BYTES
-    assert two.account.owed < FRAME_COST + LEND_BYTES
+        assert bytes(buffer) == text(number)[:1] * EAGER_BYTES
+    assert two.account.owed < FRAME_COST + EAGER_BYTES
     one.endpoint.attend()
-    assert one.account.used < FRAME_COST + LEND_BYTES
+    assert one.account.used < FRAME_COST + EAGER_BYTES
 
 
 def test_works_of_receives_complete_with_all_that_goes_with_it() -> None:

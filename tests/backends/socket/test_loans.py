@@ -17,7 +17,7 @@ from dist2.backends.socket.transport.messages import loans
 from dist2.backends.socket.transport.messages.loans import Borrowed, Lent
 from dist2.backends.socket.transport.messages.transfer import Sending
 from dist2.backends.socket.transport.raw import address_of
-from dist2.backends.socket.wire import EAGER_BYTES, LEND_BYTES, LOAN_BYTES, Header, Kind, Loan
+from dist2.backends.socket.wire import EAGER_BYTES, LOAN_BYTES, Header, Kind, Loan
 from dist2.errors import WireError
 
 pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory")
@@ -213,7 +213,7 @@ def test_a_slot_that_is_none_holds_nothing(slot: int) -> None:
     assert not reader.is_lent(slot, 0)
 
 
-@pytest.mark.parametrize(("nbytes", "total"), [(LOAN_BYTES - 1, LONG), (0, LONG), (LOAN_BYTES, LEND_BYTES)])
+@pytest.mark.parametrize(("nbytes", "total"), [(LOAN_BYTES - 1, LONG), (0, LONG), (LOAN_BYTES, EAGER_BYTES)])
 def test_an_offer_of_wrong_lengths_is_refused(nbytes: int, total: int) -> None:
     with pytest.raises(WireError, match="OFFER"):
         Header.decode(Header(Kind.OFFER, nbytes=nbytes, total=total).encode())

@@ -30,7 +30,7 @@ from dist2.runtime.deadline import deadline_in
 pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory")
 
 SHM = Tenant("shm", "socket", {"transport": "shm"})
-LONG = 256 << 10
+LONG = 1 << 20
 
 
 @attrs.frozen

@@ -14,7 +14,6 @@ from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.express_socket import SocketReceive
 from dist2.backends.socket.transport.messages.rails import Freight, Rails
-from dist2.backends.socket.transport.messages.transfer import Sending
 from dist2.backends.socket.transport.poller import Poller
 from dist2.backends.socket.transport.raw import address_of
 from dist2.runtime.deadline import deadline_in
@@ -100,16 +99,16 @@ def _read(side: Side) -> None:
     way.wait(address_of(memoryview(buffer)), deadline_in(0.0))
 
 
-def _await_word(side: Side) -> None:
-    fabric, mailbox = side.endpoint._fabric, side.endpoint._mailbox
-    lot = Lot(side.peer, 0, PRINT, 1 << 21)
-    offer = side.endpoint.ways.express_offer(lot)
-    sending = Sending(mailbox.context, lot.peer, True, 0, lot.tag, PRINT, memoryview(bytearray(lot.nbytes)))
-    offer._await_taken(sending, deadline_in(0.0))
-    assert not fabric.poller.closed
+def _await_offer(side: Side) -> None:
+    express = side.endpoint.ways.express(Lot(side.peer, 0, PRINT, 1 << 21))
+    posted = side.post(bytearray(1 << 21))
+    try:
+        express.fetch_posted(posted, print, deadline_in(0.0))
+    finally:
+        side.endpoint.cancel([posted])
 
 
-@pytest.mark.parametrize(("share", "turn"), [(True, _take), (False, _read), (True, _await_word)])
+@pytest.mark.parametrize(("share", "turn"), [(True, _take), (False, _read), (True, _await_offer)])
 def test_who_looks_for_a_message_leaves_the_role_to_others(share: bool, turn: Callable[[Side], None]) -> None:
     with two_sides(share) as (one, two):
         for where in itertools.count():

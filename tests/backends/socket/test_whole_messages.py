@@ -1,4 +1,4 @@
-"""Long messages that no rank waits for: in the ring at once, and received in place of an offer."""
+"""Messages of up to 448 KiB inside a host: in the ring at once, if there is room."""
 
 from __future__ import annotations
 
@@ -13,32 +13,25 @@ from dist2.backends.socket.transport import shared_memory
 from dist2.backends.socket.transport.messages.credit import FRAME_COST, PROMPT_CREDIT_BYTES
 from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.raw import address_of
-from dist2.backends.socket.wire import LEND_BYTES, WHOLE_BYTES
+from dist2.backends.socket.wire import EAGER_BYTES, RING_MESSAGE_BYTES
 from dist2.runtime.deadline import deadline_in
 
 pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory")
 
 SHM = Tenant("shm", "socket", {"transport": "shm"})
-LENGTHS = [LEND_BYTES + 1, 100_000, WHOLE_BYTES]
+LENGTHS = [EAGER_BYTES + 1, 100_000, RING_MESSAGE_BYTES]
 
 
 def send_whole(side: Side, text: bytearray) -> bool:
     """Send as `isend` does; whether it is in the ring."""
-    lot = Lot(side.peer, 0, PRINT, len(text)).whole_lot
-    assert lot is not None, "it is neither short nor too long"
-    return side.endpoint.ways.express(lot).send(address_of(memoryview(text)))
+    express = side.endpoint.ways.express(Lot(side.peer, 0, PRINT, len(text)))
+    return express.send(address_of(memoryview(text)))
 
 
 def test_which_messages_are_sent_whole() -> None:
-    assert Lot(0, 0, PRINT, LEND_BYTES).whole_lot is None
-    assert Lot(0, 0, PRINT, WHOLE_BYTES + 1).whole_lot is None
-    long = Lot(0, 0, PRINT, WHOLE_BYTES)
-    whole = long.whole_lot
-    assert whole is not None
-    assert long.is_long
-    assert not whole.is_long
-    assert (long.cost, whole.cost) == (FRAME_COST, FRAME_COST + WHOLE_BYTES)
-    assert whole.whole_lot is None
+    whole, lent = (Lot(0, 0, PRINT, RING_MESSAGE_BYTES + more) for more in (0, 1))
+    assert (whole.is_long, lent.is_long) == (False, True)
+    assert (whole.cost, lent.cost) == (FRAME_COST + RING_MESSAGE_BYTES, FRAME_COST)
 
 
 @pytest.mark.parametrize("nbytes", LENGTHS)
@@ -49,8 +42,8 @@ def test_it_ends_the_receive_that_is_posted(sides: tuple[Side, Side], nbytes: in
         posted = two.post(buffer)
         owed = two.account.owed
         assert send_whole(one, pattern(nbytes, salt))
-        take = two.endpoint.ways.express_take(Lot(0, 0, PRINT, nbytes))
-        assert take.wait_posted(posted, address_of(memoryview(buffer)), deadline_in(0.1))
+        express = two.endpoint.ways.express(Lot(0, 0, PRINT, nbytes))
+        assert express.wait_posted(posted, address_of(memoryview(buffer)), deadline_in(0.1))
         two.endpoint.wait([posted], soon())
         assert buffer == pattern(nbytes, salt)
         assert two.account.owed in (owed + FRAME_COST + nbytes, 0)
@@ -79,21 +72,21 @@ def test_it_comes_after_those_that_were_offered_before(sides: tuple[Side, Side])
 def test_what_has_no_room_is_not_sent_so(sides: tuple[Side, Side]) -> None:
     one, two = sides
     count = 0
-    while send_whole(one, pattern(WHOLE_BYTES, count)):
+    while send_whole(one, pattern(RING_MESSAGE_BYTES, count)):
         count += 1
     assert 0 < count < 5, "the ring holds a MiB"
     for salt in range(count):
-        assert two.take_long_way(WHOLE_BYTES) == pattern(WHOLE_BYTES, salt)
-    assert send_whole(one, pattern(WHOLE_BYTES))
+        assert two.take_long_way(RING_MESSAGE_BYTES) == pattern(RING_MESSAGE_BYTES, salt)
+    assert send_whole(one, pattern(RING_MESSAGE_BYTES))
 
 
 def test_the_last_of_the_credit_is_for_short_ones(sides: tuple[Side, Side]) -> None:
     one, two = sides
     sent = 0
-    while send_whole(one, pattern(WHOLE_BYTES)):
+    while send_whole(one, pattern(RING_MESSAGE_BYTES)):
         two.endpoint.attend()  # which makes room in the ring, and holds the message
         sent += 1
-    assert sent == PROMPT_CREDIT_BYTES // (FRAME_COST + WHOLE_BYTES)
+    assert sent == PROMPT_CREDIT_BYTES // (FRAME_COST + RING_MESSAGE_BYTES)
     assert one.send(b"short", tag=1)
     assert two.take_long_way(5, tag=1) == b"short"
 
@@ -108,7 +101,7 @@ def test_one_of_another_length_fails_its_receive(sides: tuple[Side, Side]) -> No
     assert buffer == bytearray(LENGTHS[0])
 
 
-@pytest.mark.parametrize("nbytes", [*LENGTHS, WHOLE_BYTES + 4])
+@pytest.mark.parametrize("nbytes", [*LENGTHS, RING_MESSAGE_BYTES + 4])
 def test_all_ways_out_meet_all_ways_in(nbytes: int) -> None:
     """By `send` and `isend`, `recv` and `irecv`, in every order and more than there is room for."""
     length, rounds = nbytes // 4, 24

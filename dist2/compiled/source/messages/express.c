@@ -108,17 +108,17 @@ express_init(Express *self, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {"fabric", "mailbox", "rank",     "fingerprint", "header", "key",      "key_of_any",
                             "nbytes", "cost",    "credit",   "reported",    "spins",  "lone_spins",
-                            "taken",  "received", "whole", NULL};
-    PyObject *fabric, *mailbox, *fingerprint, *header, *key, *key_of_any, *taken, *received, *whole = Py_None;
+                            "taken",  "received", NULL};
+    PyObject *fabric, *mailbox, *fingerprint, *header, *key, *key_of_any, *taken, *received;
     long rank;
     if (self->its[FABRIC] != NULL) {
         PyErr_SetString(PyExc_TypeError, "an Express is made once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOlOSO!O!LLLLllSS|O:Express", names, &fabric, &mailbox, &rank,
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOlOSO!O!LLLLllSS:Express", names, &fabric, &mailbox, &rank,
                                      &fingerprint, &header, &PyTuple_Type, &key, &PyTuple_Type, &key_of_any,
                                      &self->nbytes, &self->cost, &self->credit, &self->reported, &self->spins,
-                                     &self->lone_spins, &taken, &received, &whole)) {
+                                     &self->lone_spins, &taken, &received)) {
         return -1;
     }
     if (PyBytes_GET_SIZE(header) != HEADER_BYTES || PyBytes_GET_SIZE(taken) != HEADER_BYTES ||
@@ -126,11 +126,6 @@ express_init(Express *self, PyObject *args, PyObject *keywords)
         PyErr_Format(PyExc_ValueError, "a header of %zd bytes for %lld", PyBytes_GET_SIZE(header), self->nbytes);
         return -1;
     }
-    if (whole != Py_None && (!PyObject_TypeCheck(whole, &Express_Type) || ((Express *)whole)->nbytes != self->nbytes)) {
-        PyErr_Format(PyExc_TypeError, "whole: %R is not of the same messages", whole);
-        return -1;
-    }
-    self->its[WHOLE] = whole == Py_None ? NULL : Py_NewRef(whole);
     self->its[FABRIC] = Py_NewRef(fabric);
     self->its[MAILBOX] = Py_NewRef(mailbox);
     self->its[FINGERPRINT] = Py_NewRef(fingerprint);

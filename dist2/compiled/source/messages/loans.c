@@ -1,5 +1,5 @@
-/* Long messages: the sender offers memory, the receiver reads it, and each reports to the other. The counterpart of
-   dist2/backends/socket/transport/messages/express_long.py. */
+/* Long messages: the sender offers memory, the receiver reads it, and each reports to the other. What cannot end here
+   goes on in dist2/backends/socket/transport/messages/express_long.py. */
 
 #include "messages.h"
 
@@ -173,13 +173,12 @@ fetch_from(Express *self, PyObject *link, char *address, Fetch *fetch)
 int
 express_fetch(Express *self, char *address, long long deadline_ns, Fetch *fetch)
 {
-    Whole whole = {.address = address};
-    Wanted offer = {.payload = (char *)fetch->loan, .nbytes = sizeof fetch->loan, .whole = &whole};
+    Wanted offer = {.payload = (char *)fetch->loan, .nbytes = sizeof fetch->loan};
     int pulled = express_pull(self, &offer, deadline_ns, &fetch->link);
     if (pulled <= 0) {
         return pulled;
     }
-    pulled = whole.came ? 1 : fetch_from(self, fetch->link, address, fetch);
+    pulled = fetch_from(self, fetch->link, address, fetch);
     if (pulled) {
         Py_CLEAR(fetch->link);
     }

@@ -252,19 +252,6 @@ carry_long_in(Call *call)
     return done;
 }
 
-/* Carry a long message whole, if possible; its caller does not wait. */
-static PyObject *
-carry_whole(Call *call)
-{
-    Carrier *self = call->carrier;
-    int carried = self->sends ? express_send_whole(self->express, call->address, call->began_ns)
-                              : express_take_whole(self->express, call->address);
-    if (carried <= 0) {
-        return carried < 0 ? NULL : go_long(call);
-    }
-    return self->sends ? Py_NewRef(Py_None) : received(call);
-}
-
 /* Carry a message with a known address and deadline. */
 static PyObject *
 carry(Call *call)
@@ -273,7 +260,7 @@ carry(Call *call)
         return carry_short(call);
     }
     if (call->deadline_ns == 0) {
-        return carry_whole(call); /* a caller that does not wait cannot take part in a direct copy */
+        return go_long(call); /* a caller that does not wait cannot take part in a direct copy */
     }
     return call->carrier->sends ? carry_long_out(call) : carry_long_in(call);
 }

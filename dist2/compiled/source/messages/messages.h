@@ -20,7 +20,7 @@
 #define TOTAL_AT 48     /* the length of the message, or the number of received bytes */
 #define LONG_BYTES (32 << 10) /* moved without the interpreter lock */
 
-/* The words of a ring's first page, as `ring.py` has them. */
+/* The words of a ring's first page: rings.c. Those that different sides write lie a cache line apart. */
 enum {
     HEAD = 0, BASE = 1, TAIL = 8, READER_SLEEPS = 16, WRITER_SLEEPS = 24, SLOTS_AT = 32, PAGE_WORDS = 512
 };
@@ -33,7 +33,8 @@ typedef struct {
     Word *words;
     char *bytes;
     uint64_t capacity;
-    unsigned long long count, base;
+    uint64_t count, base;
+    char writes; /* which end it is */
     int pidfd; /* readable once the process of the other side has ended; -1: it is this process */
 } End;
 
@@ -46,7 +47,7 @@ has_bytes(End *end)
     return atomic_load_explicit(&end->words[HEAD], memory_order_acquire) != end->count;
 }
 
-/* Return the end of a link's ring, borrowed from the link; NULL if it has none, with an exception or without. */
+/* Whether so many bytes are unread. */
 static inline int
 has_all(End *end, uint64_t nbytes)
 {
@@ -103,7 +104,6 @@ enum {
     RECEIVED,
     KEY,
     KEY_OF_ANY,
-    WHOLE, /* the `Express` of the same messages sent whole, not lent, though long; or NULL */
     REFERENCES
 };
 
@@ -159,19 +159,12 @@ void leave(Express *self, int entered);
    exception. */
 int watch_ring(Express *self, End *rx, long long deadline_ns);
 
-/* A long message that came whole, without an offer. */
-typedef struct {
-    char *address; /* where to */
-    int came;
-} Whole;
-
 /* Where the payload of the next frame goes. */
 typedef struct {
     char *payload;
     size_t nbytes;
     PyObject *posted; /* the receive of the payload, if that is posted already; else NULL */
     int is_offer;     /* the message is still to be read: the mailbox drops the receive without completing it */
-    Whole *whole;     /* accepted in place of an offer; NULL: not accepted */
 } Wanted;
 
 /* Read the next frame if it has this express's header. Wait for it until a deadline, or not at all if that is 0. 1,
@@ -243,8 +236,7 @@ int take_role(Express *self);
 /* Give the role of the poller back; return the outcome of the turn, or -1 if an exception is raised now. */
 int give_role(Express *self, int outcome);
 
-/* Offer a message, and wait a moment until the receiver reads it; or wait for an offer or for a whole message, and
-   read it. 1; -1 with an exception; 0 if nothing was done, or if the long path has to continue with `adopted` or
+/* Offer a message, and wait a moment until the receiver reads it; or wait for an offer, and read the message. 1; -1 with an exception; 0 if nothing was done, or if the long path has to continue with `adopted` or
    `link`. */
 int express_offer(Express *self, const char *address, long long deadline_ns, Offer *offer);
 int express_fetch(Express *self, char *address, long long deadline_ns, Fetch *fetch);
@@ -259,10 +251,6 @@ int take_received(Express *self, End *rx);
 /* Send a message (`now` as for `glance`), take one that has come, or wait for one: 1, 0 with nothing done, or -1
    with an exception. */
 int express_send(Express *self, const char *payload, long long now);
-
-/* Send a long message whole, or take one that came whole: as above; 0 if messages of this kind are always lent. */
-int express_send_whole(Express *self, const char *payload, long long now);
-int express_take_whole(Express *self, char *payload);
 
 /* Send a message if no condition prevents it: as `Lane.send`. Wake the receiver. */
 int express_send_first(Express *self, const char *payload, long long now);

@@ -37,18 +37,16 @@ adopt_offer(PyObject *adopt, PyObject *posted, PyObject *link, const Fetch *fetc
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Read the next message, offered or whole, into the buffer of a posted receive. The caller has the role of the
+/* Read the next message, which is offered, into the buffer of a posted receive. The caller has the role of the
    poller, so that no other thread handles later frames of the sender meanwhile. 1; 0 if the message belongs to
    another receive or could not be read; -1 with an exception. */
 static int
 fetch_for(Express *self, PyObject *link, End *rx, PyObject *posted, char *address, PyObject *adopt)
 {
     Fetch fetch = {.link = NULL};
-    Whole whole = {.address = address};
-    Wanted offer = {
-        .payload = (char *)fetch.loan, .nbytes = sizeof fetch.loan, .posted = posted, .is_offer = 1, .whole = &whole};
+    Wanted offer = {.payload = (char *)fetch.loan, .nbytes = sizeof fetch.loan, .posted = posted, .is_offer = 1};
     int pulled = pull_next(self, link, rx, &offer, 0);
-    if (pulled <= 0 || whole.came) {
+    if (pulled <= 0) {
         return pulled;
     }
     int read = self->nbytes <= MOST_AT_ONCE ? fetch_from(self, link, address, &fetch) : 0;

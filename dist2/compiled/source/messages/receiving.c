@@ -201,32 +201,17 @@ pull_unposted(Express *self, End *rx, const Wanted *wanted, int alone)
     return here > 0 ? settle(self, rx, nbytes, alone && nbytes < LONG_BYTES) : here;
 }
 
-/* Read a next message that came whole, in place of its offer. */
-static int
-pull_whole(Express *self, PyObject *link, End *rx, const Wanted *wanted)
-{
-    Express *other = (Express *)self->its[WHOLE];
-    if (other == NULL || wanted->whole == NULL) {
-        return 0;
-    }
-    Wanted itself = {.payload = wanted->whole->address, .nbytes = (size_t)other->nbytes, .posted = wanted->posted};
-    int here = 1;
-    if (itself.posted != NULL) { /* it is read in one go */
-        Lock lock = {NULL};
-        here = await_frame(rx, PyBytes_AS_STRING(other->its[HEADER]), HEADER_BYTES, itself.nbytes, &lock);
-        take_lock(&lock);
-    }
-    here = here ? pull_next(other, link, rx, &itself, 0) : 0;
-    wanted->whole->came = here > 0;
-    return here;
-}
-
 int
 pull_next(Express *self, PyObject *link, End *rx, const Wanted *wanted, int alone)
 {
-    int here = wanted->posted != NULL ? pull_posted(self, rx, wanted) : pull_unposted(self, rx, wanted, alone);
-    if (here == 0) {
-        return pull_whole(self, link, rx, wanted);
+    int here = 1;
+    if (wanted->posted != NULL && wanted->nbytes >= LONG_BYTES) { /* its writer may be half way */
+        Lock lock = {NULL};
+        here = await_frame(rx, PyBytes_AS_STRING(self->its[HEADER]), HEADER_BYTES, wanted->nbytes, &lock);
+        take_lock(&lock);
+    }
+    if (here) {
+        here = wanted->posted != NULL ? pull_posted(self, rx, wanted) : pull_unposted(self, rx, wanted, alone);
     }
     return here > 0 && wake_other(link, rx, WRITER_SLEEPS) < 0 ? -1 : here;
 }
@@ -296,10 +281,8 @@ pull_at_once(Express *self, const Wanted *wanted, PyObject **link)
     }
     *link = Py_NewRef(from);
     Py_INCREF(rx);
-    Wanted at_once = *wanted;
-    at_once.whole = NULL; /* that takes longer */
     int pulled = is_next_in(self, from, wanted);
-    pulled = pulled > 0 ? pull_next(self, from, rx, &at_once, 1) : pulled;
+    pulled = pulled > 0 ? pull_next(self, from, rx, wanted, 1) : pulled;
     Py_DECREF(rx);
     if (pulled <= 0) {
         Py_CLEAR(*link);
@@ -355,12 +338,6 @@ express_take(Express *self, char *payload)
     int taken = here > 0 ? express_pull(self, &wanted, 0, &link) : here;
     Py_XDECREF(link);
     return taken;
-}
-
-int
-express_take_whole(Express *self, char *payload)
-{
-    return self->its[WHOLE] == NULL ? 0 : express_take((Express *)self->its[WHOLE], payload);
 }
 
 int

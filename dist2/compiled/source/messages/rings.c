@@ -1,4 +1,19 @@
-/* Rings: one end of a byte pipe in shared memory, the counterpart of `dist2.backends.socket.transport.links.ring`. */
+/* Rings: byte pipes through shared memory, with one writer and one reader, in place of a socket.
+
+   A ring lies in the writer's arena: a page with five words and the slots of loans (see ``loans.py``), then the bytes.
+   HEAD counts bytes written, TAIL bytes read; each has one writer, so neither needs a lock. The writer stores HEAD
+   (release) after the bytes, the reader loads it (acquire) before it reads them; likewise TAIL, for the free space.
+   A reader without data, or a writer without room, sets its flag before it sleeps and looks once more; the other side
+   publishes its counter before it reads the flag. Both sides therefore have a fence (seq_cst) between the two.
+
+   Positions are counted from BASE. While nothing is unread, the writer may set it to its next position, so that the
+   next bytes are written at the beginning again: in memory that both sides have in their caches. BASE is stored before
+   HEAD, and read after it.
+
+   Each end keeps its own counter in private memory and accepts the other's only within bounds: shared memory written
+   by a peer is untrusted input.
+
+   Source: Lamport, "Proving the Correctness of Multiprocess Programs", 1977 (the two-counter queue). */
 
 #include "messages.h"
 
@@ -13,13 +28,14 @@
 static int
 end_init(End *self, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"memory", NULL};
+    static char *names[] = {"memory", "writes", NULL};
     PyObject *memory;
+    int writes;
     if (self->words != NULL) {
         PyErr_SetString(PyExc_TypeError, "an End is made once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O:End", names, &memory) ||
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "Op:End", names, &memory, &writes) ||
         PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0) {
         return -1;
     }
@@ -32,6 +48,9 @@ end_init(End *self, PyObject *args, PyObject *keywords)
     self->words = self->memory.buf;
     self->bytes = (char *)self->memory.buf + page;
     self->capacity = (uint64_t)(self->memory.len - page);
+    self->count = atomic_load_explicit(&self->words[writes ? HEAD : TAIL], memory_order_relaxed);
+    self->base = atomic_load_explicit(&self->words[BASE], memory_order_relaxed);
+    self->writes = (char)writes;
     self->pidfd = -1;
     return 0;
 }
@@ -63,6 +82,15 @@ get(End *end, uint64_t at, char *to, size_t nbytes)
     size_t first = nbytes < end->capacity - place ? nbytes : end->capacity - place;
     memcpy(to, end->bytes + place, first);
     memcpy(to + first, end->bytes, nbytes - first);
+}
+
+/* Publish a counter of this end; the fence comes before the look at the other end's flag. */
+static void
+publish_count(End *end, int word, uint64_t count)
+{
+    end->count = count;
+    atomic_store_explicit(&end->words[word], count, memory_order_release);
+    atomic_thread_fence(memory_order_seq_cst);
 }
 
 /* Start a frame at the beginning of the ring, which both sides have in their caches; possible while no byte is
@@ -108,9 +136,7 @@ push_frame(End *end, const char *header, size_t header_bytes, const char *payloa
         done += piece;
         atomic_store_explicit(&end->words[HEAD], at, memory_order_release);
     }
-    atomic_store_explicit(&end->words[HEAD], at, memory_order_release);
-    end->count = at;
-    atomic_thread_fence(memory_order_seq_cst); /* publish the bytes before reading the reader's flag */
+    publish_count(end, HEAD, at);
     return 1;
 }
 
@@ -193,14 +219,132 @@ pull_like(End *end, const char *header, size_t alike, char *found, size_t header
 void
 consume(End *end, uint64_t nbytes)
 {
-    end->count += nbytes;
-    atomic_store_explicit(&end->words[TAIL], end->count, memory_order_release);
-    atomic_thread_fence(memory_order_seq_cst); /* publish the free space before reading the writer's flag */
+    publish_count(end, TAIL, end->count + nbytes);
 }
 
+/* ---- As a stream: the methods of a socket that links use ---- */
+
+/* Return how many bytes are unread; -1 with an exception where the other end's counter cannot be right. */
+static long long
+unread_in(End *end)
+{
+    uint64_t other = atomic_load_explicit(&end->words[end->writes ? TAIL : HEAD], memory_order_acquire);
+    uint64_t unread = end->writes ? end->count - other : other - end->count;
+    if (unread > end->capacity) {
+        PyErr_Format(PyExc_ConnectionError, "the %s of a ring of %llu bytes says that %llu are unread",
+                     end->writes ? "reader" : "writer", (unsigned long long)end->capacity, (unsigned long long)unread);
+        return -1;
+    }
+    return (long long)unread;
+}
+
+/* Write a sequence of buffers, as much as there is room for. */
+static PyObject *
+end_sendmsg(End *self, PyObject *buffers)
+{
+    long long unread = unread_in(self);
+    PyObject *all = unread < 0 ? NULL : PySequence_Fast(buffers, "buffers: no sequence");
+    if (all == NULL) {
+        return NULL;
+    }
+    size_t room = (size_t)(self->capacity - (uint64_t)unread);
+    if (unread == 0) {
+        restart(self, 0, 0);
+    }
+    uint64_t at = self->count;
+    for (Py_ssize_t each = 0; each < PySequence_Fast_GET_SIZE(all) && room; each++) {
+        Py_buffer data;
+        if (PyObject_GetBuffer(PySequence_Fast_GET_ITEM(all, each), &data, PyBUF_SIMPLE) < 0) {
+            Py_DECREF(all);
+            return NULL;
+        }
+        size_t count = (size_t)data.len < room ? (size_t)data.len : room;
+        put(self, at, data.buf, count);
+        PyBuffer_Release(&data);
+        at += count;
+        room -= count;
+    }
+    Py_DECREF(all);
+    uint64_t written = at - self->count;
+    if (written == 0 && room == 0) {
+        return PyErr_SetNone(PyExc_BlockingIOError), NULL;
+    }
+    publish_count(self, HEAD, at);
+    return PyLong_FromUnsignedLongLong(written);
+}
+
+/* Read what is there into a buffer, up to its length. */
+static PyObject *
+end_recv_into(End *self, PyObject *buffer)
+{
+    Py_buffer data;
+    long long unread = unread_in(self);
+    if (unread <= 0) {
+        return unread < 0 ? NULL : (PyErr_SetNone(PyExc_BlockingIOError), NULL);
+    }
+    if (PyObject_GetBuffer(buffer, &data, PyBUF_WRITABLE) < 0) {
+        return NULL;
+    }
+    size_t count = (size_t)data.len < (size_t)unread ? (size_t)data.len : (size_t)unread;
+    self->base = atomic_load_explicit(&self->words[BASE], memory_order_relaxed);
+    get(self, self->count, data.buf, count);
+    PyBuffer_Release(&data);
+    publish_count(self, TAIL, self->count + count);
+    return PyLong_FromSize_t(count);
+}
+
+/* Set whether this end sleeps until the other one wakes it. */
+static PyObject *
+end_doze(End *self, PyObject *sleeping)
+{
+    int sleeps = PyObject_IsTrue(sleeping);
+    if (sleeps < 0) {
+        return NULL;
+    }
+    atomic_store_explicit(&self->words[self->writes ? WRITER_SLEEPS : READER_SLEEPS], (uint64_t)sleeps,
+                          memory_order_relaxed);
+    atomic_thread_fence(memory_order_seq_cst); /* set the flag before looking at the other end's counter again */
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+end_other_sleeps(End *self, void *closure)
+{
+    (void)closure;
+    return PyBool_FromLong(
+        atomic_load_explicit(&self->words[self->writes ? READER_SLEEPS : WRITER_SLEEPS], memory_order_relaxed) != 0);
+}
+
+static PyObject *
+end_has_bytes(End *self, void *closure)
+{
+    (void)closure;
+    return PyBool_FromLong(has_bytes(self));
+}
+
+static PyObject *
+end_has_room(End *self, void *closure)
+{
+    (void)closure;
+    return PyBool_FromLong(self->count - atomic_load_explicit(&self->words[TAIL], memory_order_acquire) <
+                           self->capacity);
+}
+
+static PyMethodDef end_methods[] = {
+    {"sendmsg", (PyCFunction)end_sendmsg, METH_O, "Write buffers, as much as there is room for."},
+    {"recv_into", (PyCFunction)end_recv_into, METH_O, "Read available bytes, up to the length of a buffer."},
+    {"doze", (PyCFunction)end_doze, METH_O, "Set whether this end sleeps until the other one wakes it."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef end_properties[] = {
+    {"other_sleeps", (getter)end_other_sleeps, NULL, "Whether the other end wants to be woken.", NULL},
+    {"has_bytes", (getter)end_has_bytes, NULL, "Whether there is something to read.", NULL},
+    {"has_room", (getter)end_has_room, NULL, "Whether there is room to write.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
 static PyMemberDef end_members[] = {
-    {"_count", T_ULONGLONG, offsetof(End, count), 0, "Bytes that this end has written or read."},
-    {"_base", T_ULONGLONG, offsetof(End, base), 0, "Which of them lies at the beginning."},
     {"_pidfd", T_INT, offsetof(End, pidfd), 0, "Readable once the process of the other side has ended."},
     {NULL, 0, 0, 0, NULL},
 };
@@ -214,7 +358,9 @@ PyTypeObject End_Type = {
     .tp_new = PyType_GenericNew,
     .tp_init = (initproc)end_init,
     .tp_dealloc = (destructor)end_dealloc,
+    .tp_methods = end_methods,
     .tp_members = end_members,
+    .tp_getset = end_properties,
 };
 
 int

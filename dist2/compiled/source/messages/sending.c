@@ -202,12 +202,6 @@ express_send(Express *self, const char *payload, long long now)
 }
 
 int
-express_send_whole(Express *self, const char *payload, long long now)
-{
-    return self->its[WHOLE] == NULL ? 0 : express_send((Express *)self->its[WHOLE], payload, now);
-}
-
-int
 express_send_first(Express *self, const char *payload, long long now)
 {
     if (self->nbytes >= LONG_BYTES || now - self->glanced_ns > GLANCE_NS || is_held(self->its[LOCKED])) {

@@ -340,7 +340,7 @@ class Link:
             except BlockingIOError:
                 more = False
                 break
-        if rx.writer_sleeps:
+        if rx.other_sleeps:
             self.wake_peer()
         return more
 

@@ -165,7 +165,7 @@ class Linkage:
             link.give_up_writing()
             raise
         if link.tx is not None:
-            if link.tx.reader_sleeps:
+            if link.tx.other_sleeps:
                 link.wake_peer()
         elif link.wants_write != wanted and link.fileno() in self.links:
             (self.full.add if link.wants_write else self.full.discard)(link)

@@ -13,13 +13,10 @@ bytes.
 
 from __future__ import annotations
 
-from time import monotonic_ns
-
 import attrs
 
 from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.fabric import Fabric
-from dist2.backends.socket.transport.links.ring import RingReader
 from dist2.backends.socket.transport.messages.credit import (
     CREDIT_BYTES,
     FRAME_COST,
@@ -27,8 +24,7 @@ from dist2.backends.socket.transport.messages.credit import (
     REPORTED_BYTES,
 )
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
-from dist2.backends.socket.transport.spinning import AWAKE_NS
-from dist2.backends.socket.wire import LEND_BYTES, LOAN_BYTES, TAGGED, WHOLE_BYTES, Header, Kind
+from dist2.backends.socket.wire import EAGER_BYTES, LOAN_BYTES, RING_MESSAGE_BYTES, TAGGED, Header, Kind
 from dist2.compiled import messages
 
 
@@ -42,7 +38,6 @@ class Lot:
         fingerprint: The operation's fingerprint.
         nbytes: Length of the payload.
         tagged: Point-to-point, or part of a collective: the tag is the step of its schedule then.
-        whole: Never lent, however long: its sender does not wait.
     """
 
     peer: int
@@ -50,12 +45,11 @@ class Lot:
     fingerprint: int
     nbytes: int
     tagged: bool = True
-    whole: bool = False
 
     @property
     def is_long(self) -> bool:
         """Whether they are lent."""
-        return self.nbytes > LEND_BYTES and not self.whole
+        return self.nbytes > RING_MESSAGE_BYTES
 
     def header(self, context: int) -> bytes:
         """Return the header of the frames that they, or their announcements, are in."""
@@ -72,47 +66,11 @@ class Lot:
     @property
     def credit(self) -> int:
         """How much of it they may take in all: the last part is for short ones alone."""
-        return PROMPT_CREDIT_BYTES if self.whole else CREDIT_BYTES
-
-    @property
-    def whole_lot(self) -> Lot | None:
-        """The same where their sender does not wait; None if that makes no difference."""
-        return attrs.evolve(self, whole=True) if self.is_long and self.nbytes <= WHOLE_BYTES else None
-
-
-class Watch:
-    """Looks into a ring; its caller has the role of the poller.
-
-    Args:
-        fabric: This process's fabric.
-        mailbox: The group's mailbox.
-        spins: How often to look before yielding the core.
-    """
-
-    def __init__(self, fabric: Fabric, mailbox: Mailbox, spins: int) -> None:
-        self._fabric = fabric
-        self._mailbox = mailbox
-        self._spins = spins
-
-    def sees(self, rx: RingReader, deadline_ns: int) -> bool:
-        """Look for a few microseconds, then yield the core for a while: True once something is here."""
-        if rx.look(self._spins):
-            return True
-        fabric, mailbox = self._fabric, self._mailbox
-        crowd, now = fabric.poller.crowd, monotonic_ns()
-        end = min(now + AWAKE_NS, deadline_ns)
-        while now < end and mailbox.aborted is None and mailbox.fault is None:
-            if crowd.is_here(now) or fabric.poller.is_wanted(rx):
-                break
-            now = crowd.give_way()
-            if rx.has_bytes:
-                return True
-        return False
+        return CREDIT_BYTES if self.is_long or self.nbytes <= EAGER_BYTES else PROMPT_CREDIT_BYTES
 
 
 def express_of(fabric: Fabric, mailbox: Mailbox, lot: Lot, spins: int, lone_spins: int) -> messages.Express:
     """Return the short path of a lot, out and in."""
-    whole = lot.whole_lot
     return messages.Express(
         fabric=fabric,
         mailbox=mailbox,
@@ -129,5 +87,4 @@ def express_of(fabric: Fabric, mailbox: Mailbox, lot: Lot, spins: int, lone_spin
         lone_spins=lone_spins,
         taken=Header(Kind.TAKEN, 0, mailbox.context).encode(),
         received=Header(Kind.CREDIT, TAGGED, mailbox.context).encode(),
-        whole=None if whole is None else express_of(fabric, mailbox, whole, spins, lone_spins),
     )

@@ -16,7 +16,7 @@ from dist2.backends.socket.transport.messages.express_socket_long import SocketT
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.rails import Rails
 from dist2.backends.socket.transport.messages.transfer import Receiving
-from dist2.backends.socket.wire import LEND_BYTES
+from dist2.backends.socket.wire import EAGER_BYTES, RING_MESSAGE_BYTES
 from dist2.compiled import messages
 
 
@@ -71,14 +71,14 @@ class ShortWays:
 
     def socket_receive(self, lot: Lot) -> SocketReceive:
         """Return the short path from a member over a socket."""
-        if lot.is_long:
+        if lot.nbytes > EAGER_BYTES:
             return SocketTake(self._fabric, self._mailbox, lot)
         return SocketReceive(self._fabric, self._mailbox, lot)
 
     def has_express_any(self, nbytes: int) -> bool:
         """Whether messages of a length may take the short path from any member."""
         others = set(range(len(self._mailbox.cards))) - {self._mailbox.rank}
-        return bool(others) and others <= self._mailbox.beside and nbytes <= LEND_BYTES
+        return bool(others) and others <= self._mailbox.beside and nbytes <= RING_MESSAGE_BYTES
 
     def express_any(self, lot: Lot) -> ExpressAny:
         """Return the short path of messages from any member; the peer of the lot is `ANY_SOURCE`."""
@@ -97,9 +97,9 @@ class ShortWays:
         return express_of(self._fabric, self._mailbox, lot, self._spins, self._lone_spins)
 
     def express_offer(self, lot: Lot) -> ExpressOffer:
-        """Return the short path for long messages to a member that has one."""
-        return ExpressOffer(self._fabric, self._mailbox, lot, self._spins)
+        """Return what goes on with long messages to a member that the short path has offered."""
+        return ExpressOffer(self._fabric, self._mailbox, lot)
 
     def express_take(self, lot: Lot) -> ExpressTake:
-        """Return the short path for long messages from a member that has one."""
-        return ExpressTake(self._fabric, self._mailbox, lot, self._spins, self._wait, self.express(lot))
+        """Return what goes on with long messages from a member that the short path has begun to read."""
+        return ExpressTake(self._fabric, self._mailbox, lot, self._wait, self.express(lot))
