@@ -70,6 +70,9 @@ class Recording:
             job = self.first or info
             folder = folders.joined(self.root, job.uid, job.name)
             write_part(folder.path, kind, info, why, error, looks=folder.is_new)
+        except OSError as error:  # such as a lack of descriptors, which may be the failure itself
+            log.warning("the incident of rank %d cannot be written: %s", global_rank(info), error)
+            return None
         except Exception:  # the failure itself must reach the program
             log.warning("the incident of rank %d cannot be written", global_rank(info), exc_info=True)
             return None
