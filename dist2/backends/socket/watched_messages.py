@@ -18,6 +18,7 @@ from dist2.errors import Dist2Error, OperationTimeoutError
 from dist2.operation.execution import Helped
 from dist2.operation.record import Operation
 from dist2.runtime.completion import Completion
+from dist2.runtime.resources import scarce_resources
 from dist2.runtime.threads import Worker
 
 IDLE_S = 2.0
@@ -143,8 +144,14 @@ class Progress:
         with self._changed:
             self._pending.append(message)
             if self._thread is None:
-                self._thread = Worker(self._name, self._run, end=self.stop)
-                self._thread.start()
+                thread = Worker(self._name, self._run, end=self.stop)
+                try:
+                    with scarce_resources():
+                        thread.start()
+                except BaseException:
+                    self._pending.pop()  # the caller gets the error
+                    raise
+                self._thread = thread
             self._changed.notify_all()
 
     def stop(self) -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from dist2.runtime.resources import scarce_resources
 from dist2.runtime.threads import Worker
 
 _IDLE_S = 2.0
@@ -29,10 +30,16 @@ class Background:
         self._ending = threading.Event()
 
     def start(self) -> None:
-        """Start the thread, unless it is there; with the lock."""
+        """Start the thread, unless it is there; with the lock.
+
+        Raises:
+            ResourceError: The system refuses a thread.
+        """
         if self._thread is None and not self._ending.is_set():
-            self._thread = Worker("dist2-progress", self._run, end=self._ending.set)
-            self._thread.start()
+            thread = Worker("dist2-progress", self._run, end=self._ending.set)
+            with scarce_resources():
+                thread.start()
+            self._thread = thread
 
     def stop(self) -> threading.Thread | None:
         """Have the thread end soon; return it, to be joined without the lock."""
