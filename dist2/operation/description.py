@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import product
 
 import attrs
 
@@ -123,8 +124,6 @@ def _sequence(value: object) -> Sequence[object]:
 _MOST_GROUPS = 4
 """Groups of equal ranks that a message lists; it stays readable with thousands of ranks."""
 
-_P2P = ("send", "recv")
-
 
 def _root(call: Call, names: RankNames) -> str:
     return f"root={call.root if call.root is None else names.argument(call.root)}"
@@ -169,9 +168,9 @@ def describe_difference(calls: Mapping[int, Call], names: RankNames = RANKS) -> 
         Text for an error; ``ranks called different operations`` if the calls do not tell the difference.
     """
     known = {rank: call for rank, call in calls.items() if call.op}
-    messages = {rank: call for rank, call in known.items() if call.op in _P2P}
+    messages = _ends_of_a_message(known)
     attributes = _ATTRIBUTES
-    if len({call.op for call in messages.values()}) == 2:  # a send and its receive; others only watch
+    if messages:  # others only watch
         known, attributes = messages, _ATTRIBUTES[1:]
     for name, value, text in attributes:
         groups: dict[Hashable, list[int]] = {}
@@ -182,6 +181,17 @@ def describe_difference(calls: Mapping[int, Call], names: RankNames = RANKS) -> 
                 [f"{names(ranks, False)} {text(known[ranks[0]], names)}" for ranks in groups.values()], ", "
             )
     return "ranks called different operations"
+
+
+def _ends_of_a_message(calls: Mapping[int, Call]) -> dict[int, Call]:
+    """Return a send and its receive that differ, if there are such calls."""
+    sends = [(rank, call) for rank, call in calls.items() if call.op == "send"]
+    receives = [(rank, call) for rank, call in calls.items() if call.op == "recv"]
+    for (sender, send), (receiver, receive) in product(sends, receives):
+        fits = send.peer in (receiver, None) and receive.peer in (sender, None)
+        if fits and any(value(send) != value(receive) for _, value, _ in _ATTRIBUTES[1:]):
+            return dict(sorted([(sender, send), (receiver, receive)]))
+    return {}
 
 
 def describe_calls(calls: Mapping[int, Call], names: RankNames = RANKS) -> str:

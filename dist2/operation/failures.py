@@ -30,6 +30,7 @@ def name_operation(error: Dist2Error, operation: Operation) -> None:
             error.timeout_s = operation.timeout_s
             error.elapsed_s = (monotonic_ns() - operation.created_ns) / 1e9
             # torch's words: programs that ran on torch search for them
+            words = str(error).removesuffix(" (Timed out)")
             error.args = (
-                f"{error}. Timed out after {error.elapsed_s:.3g} s, limit {operation.timeout_s:.3g} s",
+                f"{words}. Timed out after {error.elapsed_s:.3g} s, limit {operation.timeout_s:.3g} s",
             )

@@ -53,6 +53,15 @@ def test_a_message_is_compared_with_its_receive_alone() -> None:
     assert describe_difference({0: send, 1: recv, 2: CALL}) == "dtype differs: rank 0 float32, rank 1 int32"
 
 
+def test_messages_of_other_pairs_are_not_compared() -> None:
+    def message(op: str, peer: int, dtype: str = "float32", count: int = 3) -> Call:
+        return Call(op=op, peer=peer, dtypes=(dtype,), shapes=((count,),), text=op)
+
+    sends = {0: message("send", 1, count=5), 2: message("send", 3, "float64")}
+    calls = {**sends, 1: message("recv", 0, count=5), 3: message("recv", 2), 4: message("recv", 2, "int8")}
+    assert describe_difference(calls) == "dtype differs: rank 2 float64, rank 3 float32"
+
+
 def test_a_rank_that_did_not_say_is_left_out() -> None:
     silent = Call(text="an operation that it did not describe in time")
     assert describe_difference({0: CALL, 1: silent}) == "ranks called different operations"
