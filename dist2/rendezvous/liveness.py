@@ -21,7 +21,13 @@ from typing import Self
 import attrs
 from torch.distributed import Store
 
-from dist2.errors import Dist2Error, PeerLostError, StoreConnectionError
+from dist2.errors import (
+    Dist2Error,
+    OperationTimeoutError,
+    PeerLostError,
+    StoreConnectionError,
+    StoreTimeoutError,
+)
 from dist2.rendezvous.requests import GO, JoinRequest, Outcome, Verdict, publish_failure, rank_key
 from dist2.runtime.deadline import Deadline
 from dist2.runtime.other_process import Process, has_ended, how_ended
@@ -160,6 +166,8 @@ class FailureWatch(PrefixStore):
         self._over = True
         if error is None:
             return
+        missing = self._missing() if isinstance(error, StoreTimeoutError) else None
+        error = missing or error
         if isinstance(error, PeerLostError) and error.ranks:  # the backend may have seen it first
             self._tell(Verdict(Outcome.LOST, str(error), error.ranks))
         else:
@@ -171,6 +179,20 @@ class FailureWatch(PrefixStore):
         if isinstance(error, Dist2Error):
             error.locate(self._name or "", "new_group", rank=self.rank, members=self._names.global_ranks)
             error.prefix(self._cannot)
+        if missing is not None:  # the keys that the backend waited for name no rank
+            raise missing
+
+    def _missing(self) -> OperationTimeoutError | None:
+        """Return the error that names the ranks that have not begun to make the group; None if all have."""
+        with suppress(RuntimeError):  # the store itself may have failed
+            missing = [rank for rank in range(self.world_size) if not self._parts.check([rank_key(rank)])]
+            if missing:
+                return OperationTimeoutError(
+                    f"{self._names(missing)} did not arrive in time: all members make the group, with the "
+                    f"same backend",
+                    missing=missing,
+                )
+        return None
 
     def _tell(self, verdict: Verdict) -> None:
         """Publish the reason why the group cannot be built, unless there is one already."""

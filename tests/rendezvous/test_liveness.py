@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dist2 import HashStore
-from dist2.errors import PeerLostError
+from dist2.errors import OperationTimeoutError, PeerLostError, StoreTimeoutError
 from dist2.rendezvous.liveness import FailureWatch
 
 
@@ -25,3 +25,21 @@ def test_the_others_hear_who_is_why(raised: Exception, words: str, rank: int) ->
     with pytest.raises(PeerLostError, match=f"^group 'model' cannot be built: {words}$") as told, second:
         second.get("what nobody sets")
     assert told.value.ranks == (rank,)
+
+
+def test_keys_that_never_come_are_told_as_the_ranks_that_are_missing() -> None:
+    store = HashStore()
+    watch = FailureWatch("building", store, 0, 3, "model")
+    FailureWatch("building", store, 2, 3, "model")
+    words = "^group 'model' cannot be built: rank 1 did not arrive in time: all members make the group"
+    with pytest.raises(OperationTimeoutError, match=words) as told, watch:
+        watch.wait(["0/1"], 0.1)
+    assert told.value.missing == (1,)
+    assert isinstance(told.value.__context__, StoreTimeoutError)
+
+
+def test_keys_that_never_come_though_all_ranks_are_there_are_told_as_they_are() -> None:
+    store = HashStore()
+    first, _ = (FailureWatch("building", store, rank, 2, "model") for rank in (0, 1))
+    with pytest.raises(StoreTimeoutError, match="0/1"), first:
+        first.wait(["0/1"], 0.1)
