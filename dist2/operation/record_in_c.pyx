@@ -11,11 +11,9 @@ from dist2.operation.record cimport Operation
 cdef extern from "calls.h":
     const char *CALLS_NAME
     ctypedef struct CallFields:
-        PyObject *signature
-        PyObject *code
-        long long seq, created_ns, deadline_ns
+        long long created_ns, deadline_ns
         const Places *places
-        int instruction, is_async
+        int is_async
     ctypedef struct Calls:
         PyTypeObject *type
         void (*read)(PyObject *, CallFields *) noexcept
@@ -24,13 +22,9 @@ cdef extern from "calls.h":
 
 cdef void read(PyObject *operation, CallFields *fields) noexcept:
     cdef Operation record = <Operation>operation
-    fields.signature = <PyObject *>record.signature
-    fields.code = <PyObject *>record.code
-    fields.seq = record.seq
     fields.created_ns = record.created_ns
     fields.deadline_ns = record.deadline_ns
     fields.places = record._places
-    fields.instruction = record.instruction
     fields.is_async = record._is_async
 
 

@@ -1,5 +1,5 @@
 /* Records of calls, as C reads them: `Operation` of dist2/operation/record.py is a type in Cython. This is the only
-   way by which C looks into one; other objects that stand for an operation are asked for their attributes. */
+   way by which C looks into one. */
 
 #ifndef DIST2_CALLS_H
 #define DIST2_CALLS_H
@@ -9,15 +9,11 @@
 #define CALLS_MODULE "dist2.operation.record_in_c"
 #define CALLS_NAME "CALLS" /* a capsule in that module */
 
-/* The fields of a record. References are borrowed from it. */
+/* Fields of a record. */
 typedef struct {
-    PyObject *signature;
-    PyObject *code;
-    long long seq;
     long long created_ns;
     long long deadline_ns;
     const Places *places; /* of its tensors while the call is under way, or NULL */
-    int instruction;
     int is_async;
 } CallFields;
 
@@ -39,27 +35,19 @@ import_calls(void)
     return calls;
 }
 
-/* Return the functions, or NULL if an object is no record. */
+/* Return the functions; NULL with an exception if an object is no record. */
 static inline const Calls *
 calls_of(PyObject *operation)
 {
     static const Calls *calls;
     if (calls == NULL && (calls = import_calls()) == NULL) {
-        PyErr_Clear(); /* there are no records without that module */
         return NULL;
     }
-    return PyObject_TypeCheck(operation, calls->type) ? calls : NULL;
-}
-
-/* Read the fields of an object that stands for an operation; return whether it is a record. */
-static inline int
-read_call(PyObject *operation, CallFields *fields)
-{
-    const Calls *calls = calls_of(operation);
-    if (calls != NULL) {
-        calls->read(operation, fields);
+    if (!PyObject_TypeCheck(operation, calls->type)) {
+        PyErr_Format(PyExc_TypeError, "not an Operation: %R", operation);
+        return NULL;
     }
-    return calls != NULL;
+    return calls;
 }
 
 #endif

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.boards import operation
 from support.endpoint_pairs import PRINT, Side, pattern, soon, two_sides
 from support.exceptions import Raised
 from support.torch_features import needs
@@ -52,8 +53,7 @@ def send(side: Side, text: bytearray, adopt: Callable[..., Any], cancel: Callabl
         adopt=adopt,
         cancel=cancel,
     )
-    operation = SimpleNamespace(is_async=False, deadline_ns=soon(0.05), created_ns=0, places=None)
-    carrier(operation, [torch.frombuffer(text, dtype=torch.uint8)], [])
+    carrier(operation(0, timeout_s=0.05), [torch.frombuffer(text, dtype=torch.uint8)], [])
 
 
 @pytest.mark.parametrize("adopts", [True, False])

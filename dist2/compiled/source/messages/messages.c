@@ -5,7 +5,7 @@
 #include "parts.h"
 
 static PyObject *str_data_ptr, *str_free_slots;
-static Field field_last, field_is_async, field_deadline_ns, field_source, field_created_ns;
+static Field field_last;
 
 /* ---- Offers ---- */
 
@@ -174,6 +174,7 @@ address_of(const Places *places, PyObject *tensor)
 typedef struct {
     Carrier *carrier;
     PyObject *operation;
+    const Calls *calls; /* its fields */
     PyObject *tensor;
     char *address;
     long long began_ns;
@@ -192,13 +193,8 @@ go_long(Call *call)
 static PyObject *
 received(Call *call)
 {
-    long rank = call->carrier->express->rank;
-    const Calls *calls = calls_of(call->operation);
-    if (calls != NULL) {
-        calls->set_source(call->operation, (int)rank);
-        Py_RETURN_NONE;
-    }
-    return set_number(call->operation, &field_source, rank) < 0 ? NULL : Py_NewRef(Py_None);
+    call->calls->set_source(call->operation, (int)call->carrier->express->rank);
+    Py_RETURN_NONE;
 }
 
 static PyObject *
@@ -273,19 +269,15 @@ carrier_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *na
         PyErr_SetString(PyExc_TypeError, "takes an operation, inputs and outputs");
         return NULL;
     }
-    Call call = {.carrier = (Carrier *)object, .operation = args[0], .tensor = only_tensor(args[1], args[2])};
-    if (call.tensor == NULL || set_attribute(call.carrier->messenger, &field_last, args[0]) < 0) {
+    Call call = {.carrier = (Carrier *)object,
+                 .operation = args[0],
+                 .calls = calls_of(args[0]),
+                 .tensor = only_tensor(args[1], args[2])};
+    if (call.calls == NULL || call.tensor == NULL || set_attribute(call.carrier->messenger, &field_last, args[0]) < 0) {
         return NULL;
     }
-    CallFields fields = {.places = NULL};
-    if (!read_call(args[0], &fields)) {
-        fields.is_async = attribute_is_true(args[0], &field_is_async);
-        fields.deadline_ns = attribute_number(args[0], &field_deadline_ns);
-        fields.created_ns = attribute_number(args[0], &field_created_ns);
-        if (PyErr_Occurred()) {
-            return NULL;
-        }
-    }
+    CallFields fields;
+    call.calls->read(args[0], &fields);
     call.deadline_ns = fields.is_async ? 0 : fields.deadline_ns;
     call.began_ns = fields.created_ns;
     Py_INCREF(call.carrier);
@@ -386,9 +378,8 @@ PyObject *
 messages_made(void)
 {
     static const Name names[] = {
-        {&str_data_ptr, "data_ptr"},       {&field_last.name, "last"},     {&field_is_async.name, "is_async"},
-        {&field_deadline_ns.name, "deadline_ns"}, {&field_source.name, "source"},
-        {&field_created_ns.name, "created_ns"},
+        {&str_data_ptr, "data_ptr"},
+        {&field_last.name, "last"},
         {&str_free_slots, "_free_slots"},
     };
     if (intern(names, Py_ARRAY_LENGTH(names)) < 0 || watching_ready() < 0 || loans_ready() < 0 ||
