@@ -35,6 +35,7 @@ cdef extern from "plan.h" nogil:
     void board_close(CBoard *)
     int peer_index(const CBoard *, long)
     Status reach(CBoard *, Wait *, uint64_t, uint64_t)
+    uint64_t sleeping_word(CBoard *, uint64_t)
     void write_word(Word *, uint64_t)
     int64_t clock_ns()
     ctypedef enum Base:

@@ -210,6 +210,10 @@ cdef class Arrivals:
         """Have what was written be seen before what is read next."""
         atomic_thread_fence(memory_order_seq_cst)
 
+    def sleeping_word(self):
+        """Begin a nap until the members of `whom` are at the fence `sought`; return the value of SLEEPING."""
+        return sleeping_word(&self.board, self.board.sought)
+
     @property
     def phase(self):
         """Number of the last fence to which this member has come."""
@@ -248,10 +252,6 @@ cdef class Arrivals:
     def naps(self):
         """How often this member has gone to sleep."""
         return self.board.naps
-
-    @naps.setter
-    def naps(self, uint64_t naps):
-        self.board.naps = naps
 
     @property
     def sleepy(self):

@@ -134,11 +134,6 @@ class Header(NamedTuple):
         """Return the bytes of a header with another ``transfer``: a fifth of the cost of encoding."""
         return header[:_TRANSFER_AT] + transfer.to_bytes(8, "little") + header[_TRANSFER_AT + 8 :]
 
-    @staticmethod
-    def number_of(header: bytes | bytearray) -> int:
-        """Return the ``transfer`` of a header."""
-        return int.from_bytes(header[_TRANSFER_AT : _TRANSFER_AT + 8], "little")
-
     @classmethod
     def decode(cls, data: memoryview | bytes) -> Header:
         """Read a header.

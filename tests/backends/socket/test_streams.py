@@ -17,7 +17,7 @@ from support.threads import ends_of
 from dist2 import MismatchError, OperationTimeoutError, PeerLostError
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.call_log import CALL_LOG_BYTES, CallLog, read_call_log
-from dist2.backends.socket.transport.boards.control_words import ALL, NOBODY, SLEEPING, WINDOW, sleeping_word
+from dist2.backends.socket.transport.boards.control_words import ALL, NOBODY, SLEEPING, WINDOW
 from dist2.backends.socket.transport.boards.pieces import (
     LONGER,
     PIECE_BYTES,
@@ -26,9 +26,17 @@ from dist2.backends.socket.transport.boards.pieces import (
     TINY_BYTES,
     kind_for,
 )
+from dist2.operation.engine import WORDS_OF_CONTROL
 from dist2.operation.kinds import MAX, OpKind
 from dist2.operation.record import Operation
 from dist2.operation.signature import GroupInfo, Signature, TensorMeta
+
+
+def sleeping(nap: int, whom: int, phase: int) -> int:
+    """Return the word of a member that sleeps until one rank, or all, are at a fence: see `fences.c`."""
+    table = WORDS_OF_CONTROL
+    code = 1 if whom == ALL else whom + 2
+    return nap << (table["WHOM_BITS"] + table["PHASE_BITS"]) | phase << table["WHOM_BITS"] | code
 
 
 @pytest.fixture
@@ -114,19 +122,19 @@ def test_sleepers_are_rung_by_whom_they_wait_for_and_once(members: Members) -> N
         return heard
 
     rung()  # for the members that have joined
-    third._own[SLEEPING] = sleeping_word(1, 1, 1)
+    third._own[SLEEPING] = sleeping(1, 1, 1)
     arrive(first, operation(0))
     assert not rung()
     arrive(second, operation(1))
     assert rung()
     arrive(second, operation(1))
     assert not rung()  # for one nap once
-    third._own[SLEEPING] = sleeping_word(2, ALL, 2)
+    third._own[SLEEPING] = sleeping(2, ALL, 2)
     arrive(second, operation(1))
     assert not rung()  # the first is not there
     arrive(first, operation(0))
     assert rung()
-    third._own[SLEEPING] = sleeping_word(3, ALL, 4)
+    third._own[SLEEPING] = sleeping(3, ALL, 4)
     arrive(first, operation(0))
     arrive(second, operation(1))
     assert not rung()  # it waits for a later one

@@ -30,37 +30,3 @@ ALL, NOBODY = -1, -2
 PHASE_BITS: int = _TABLE["PHASE_BITS"]
 PRINT_BITS: int = _TABLE["PRINT_BITS"]
 PHASES = 1 << PHASE_BITS
-PRINT_MASK = (1 << PRINT_BITS) - 1
-
-_WHOM_BITS: int = _TABLE["WHOM_BITS"]
-_WHOM_MASK = (1 << _WHOM_BITS) - 1
-_FOR_ALL, _FOR_ONE = 1, 2
-_WORD_MASK = (1 << 64) - 1
-
-
-def arrival_word(phase: int, fingerprint: int) -> int:
-    """Return the word in a member's ring after its arrival at a fence.
-
-    Args:
-        phase: The number of the fence.
-        fingerprint: The operation's fingerprint.
-    """
-    return (phase % PHASES) << PRINT_BITS | fingerprint & PRINT_MASK
-
-
-def sleeping_word(nap: int, whom: int, phase: int) -> int:
-    """Return the value of `SLEEPING` of a sleeping member.
-
-    Args:
-        nap: Different for each sleep: no member rings twice for one.
-        whom: The awaited members: a rank or `ALL`.
-        phase: Until they have come to this fence.
-    """
-    code = _FOR_ONE + whom if whom >= 0 else _FOR_ALL
-    return (nap << (_WHOM_BITS + PHASE_BITS) | (phase % PHASES) << _WHOM_BITS | code) & _WORD_MASK
-
-
-def read_sleeping_word(word: int) -> tuple[int, int]:
-    """Return the rank that a sleeping member waits for, or `ALL`, and the fence's number modulo `PHASES`."""
-    code = word & _WHOM_MASK
-    return ALL if code == _FOR_ALL else code - _FOR_ONE, (word >> _WHOM_BITS) % PHASES

@@ -74,10 +74,6 @@ class Regions:
         region = self._known[rank]
         return region.mapping.view[region.offset : region.offset + CONTROL_BYTES]
 
-    def page_address(self, rank: int) -> int:
-        """Return where a member's control page begins in this process."""
-        return self._known[rank].address
-
     def slot_address(self, rank: int, turn: int) -> int:
         """Return where a member's slot half begins in this process."""
         return self._known[rank].address + slot_offset(turn, self.slot_size)

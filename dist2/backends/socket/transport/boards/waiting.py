@@ -10,7 +10,7 @@ import select
 from collections.abc import Callable
 from time import monotonic_ns
 
-from dist2.backends.socket.transport.boards.control_words import SLEEPING, sleeping_word
+from dist2.backends.socket.transport.boards.control_words import SLEEPING
 from dist2.backends.socket.transport.boards.mismatches import Mismatches
 from dist2.backends.socket.transport.boards.progress import Progress
 from dist2.backends.socket.transport.boards.roster import Roster
@@ -144,8 +144,7 @@ class Waiting:
 
     def _sleep(self, arrived: Callable[[], bool], operation: Operation, messages: Progress | None) -> None:
         arrivals = self._arrivals
-        arrivals.naps += 1
-        self._own[SLEEPING] = sleeping_word(arrivals.naps, arrivals.whom, arrivals.sought)
+        self._own[SLEEPING] = arrivals.sleeping_word()
         arrivals.order()  # the flag must be out before the peers' words are read again
         try:
             if arrived():
