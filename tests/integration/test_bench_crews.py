@@ -7,14 +7,15 @@ import signal
 import sys
 from pathlib import Path
 
+import attrs
 import pytest
 from support.warm_interpreter import warm_executable
 
 from dist2.cli.bench import measuring, peers
 from dist2.cli.bench.crew import Crew, CrewError
 from dist2.cli.bench.measuring import Contest, Plan
-from dist2.cli.bench.peers import DIST2, MPICH, OPEN_MPI, Peer, is_here
-from dist2.cli.bench.workloads import OPERATIONS, Case
+from dist2.cli.bench.peers import DIST2, INTEL_MPI, MPICH, OPEN_MPI, Peer, is_here
+from dist2.cli.bench.workloads import BUFFERS, OPERATIONS, Case
 
 CASE = Case("all_reduce", 4096)
 PLAN = Plan(2, rounds=2, round_s=0.005)
@@ -59,8 +60,18 @@ def test_a_rank_that_dies_is_told_and_takes_its_crew_along(tmp_path: Path) -> No
         os.kill(processes[1].pid, signal.SIGKILL)
         processes[1].wait()
         while True:  # a warm rank ends a moment after the process that stands for it
-            crew.tell("run", DIST2.name, 10)
+            crew.tell("run", DIST2.name, 10, "hot")
     assert all(process.poll() is not None for process in processes)
+
+
+@pytest.mark.usefixtures("_warm")
+@pytest.mark.parametrize("buffers", BUFFERS)
+def test_every_state_of_buffers_is_measured(buffers: str) -> None:
+    with Contest([DIST2], attrs.evolve(PLAN, buffers=buffers)) as contest:
+        for case in (CASE, Case("barrier", 0)):
+            (found,) = contest.measure(case)
+            assert found.failure is None
+            assert len(found.rounds_s) == PLAN.rounds
 
 
 def test_what_would_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +80,7 @@ def test_what_would_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None
     assert left_out.failure == "left out: it may take 0.0 GiB of memory, 0.0 GiB are free"
 
 
-@pytest.mark.parametrize("peer", [OPEN_MPI, MPICH], ids=lambda peer: peer.name)
+@pytest.mark.parametrize("peer", [OPEN_MPI, MPICH, INTEL_MPI], ids=lambda peer: peer.name)
 def test_an_mpi_does_every_operation_right(peer: Peer) -> None:
     if not is_here(peer):
         pytest.skip(f"{peer.title} is not installed: {peer.install}")
@@ -96,3 +107,19 @@ def test_a_launcher_is_told_where_its_parts_are(tmp_path: Path, monkeypatch: pyt
     assert found is not None
     assert found.command[0] == str(tmp_path / "bin" / "mpiexec.hydra")
     assert found.environment == {"MPI4PY_MPIABI": "mpich", "LD_LIBRARY_PATH": f"{tmp_path}/lib"}
+
+
+def test_intel_mpi_is_where_its_variable_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files have the names of MPICH's, in an environment of its own."""
+    monkeypatch.setattr(peers, "find_spec", lambda name: object())
+    monkeypatch.delenv("I_MPI_ROOT", raising=False)
+    assert peers.launcher(INTEL_MPI) is None
+    monkeypatch.setenv("I_MPI_ROOT", str(tmp_path))
+    assert peers.launcher(INTEL_MPI) is None
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "mpiexec.hydra").touch()
+    found = peers.launcher(INTEL_MPI)
+    assert found is not None
+    assert found.command[0] == str(tmp_path / "bin" / "mpiexec.hydra")
+    assert found.environment["MPI4PY_LIBMPI"] == str(tmp_path / "lib" / "libmpi.so.12")
+    assert found.environment["MPI4PY_MPIABI"] == "impi"

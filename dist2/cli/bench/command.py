@@ -18,7 +18,7 @@ from dist2.cli.bench.neighbours import Patience
 from dist2.cli.bench.peers import OWN, PEERS, Peer, chosen, missing
 from dist2.cli.bench.report import draw, machine, markdown_of, save, table_of, verdict
 from dist2.cli.bench.sizes import size_text
-from dist2.cli.bench.workloads import BARRIER, LIST_OPERATIONS, OPERATIONS, Case
+from dist2.cli.bench.workloads import BARRIER, BUFFERS, FRESH, LIST_OPERATIONS, OPERATIONS, Case
 from dist2.errors import InvalidUsageError
 from dist2.runtime.deadline import deadline_in, remaining_s
 
@@ -55,7 +55,10 @@ class Settings:
     @property
     def title(self) -> str:
         """Title of tables and plots."""
-        return f"{self.plan.world_size} ranks on one host, float32: time a call, and the peers' by dist2's"
+        ranks, buffers = self.plan.world_size, self.plan.buffers
+        return (
+            f"{ranks} ranks on one host, float32, {buffers} buffers: time a call, and the peers' by dist2's"
+        )
 
 
 @click.command()
@@ -73,6 +76,13 @@ class Settings:
     help="Transports of dist2: shared memory, TCP.",
 )
 @click.option("--peers", callback=comma_list([*PEERS, "none"]), metavar="NAME,NAME", help=_PEERS_HELP)
+@click.option(
+    "--buffers",
+    type=click.Choice(BUFFERS),
+    default=FRESH,
+    show_default=True,
+    help="Fresh: the ranks rewrite their input before each call. Cold: it is in no cache. Hot: unchanged.",
+)
 @click.option("--shared", is_flag=True, help="dist2 and Gloo use tensors from dist2.shared_empty.")
 @click.option(
     "--own-sessions",
@@ -115,6 +125,7 @@ def bench(
     sizes: list[int] | None,
     transport: list[str],
     peers: list[str] | None,
+    buffers: str,
     shared: bool,
     own_sessions: bool,
     rounds: int | None,
@@ -124,14 +135,15 @@ def bench(
     retries: int,
     out: Path,
 ) -> None:
-    """Measure dist2 beside Gloo, Open MPI and MPICH on this machine.
+    """Measure dist2 beside Gloo, Open MPI, MPICH and Intel MPI on this machine.
 
     All take turns, round by round in one run, each with processes of its own; results are checked first.
     Ratios are the peer's time divided by dist2's: above 1, dist2 is faster.
     Ctrl-C shows and saves the measurements so far.
     """
     patience = Patience(quiet, retries)
-    plan = Plan(ranks, rounds or (3 if quick else 7), 0.01 if quick else 0.02, patience, own_sessions)
+    round_s, rounds = 0.01 if quick else 0.02, rounds or (3 if quick else 7)
+    plan = Plan(ranks, rounds, round_s, patience, own_sessions, buffers)
     with told(InvalidUsageError):
         found = chosen([] if peers == ["none"] else peers)
     make_folder(out, "--out")

@@ -3,6 +3,11 @@
 A round runs an operation in a loop of about `Plan.round_s` on all ranks at once, after they have met; its
 time is that of the slowest rank, per call. The report has the median over rounds. Results are
 checked first. While one crew is measured the others sleep.
+
+Buffers are *fresh* by default: the ranks rewrite their input before each call, as programs do. A library
+that has one rank read another's memory has copies of *hot* buffers, which nobody changes, in its caches from
+the last call. *Cold* buffers are in no cache: other memory was read before each call. Fresh and cold calls
+are timed one by one, after a barrier.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ import attrs
 from dist2.cli.bench.crew import Crew, CrewError
 from dist2.cli.bench.neighbours import Neighbours, Patience, free_memory
 from dist2.cli.bench.peers import Peer, launcher, starts_itself
-from dist2.cli.bench.workloads import SEND_RECV, Case
+from dist2.cli.bench.workloads import FRESH, SEND_RECV, Case
 from dist2.runtime.config import environment_value
 
 MAX_CALLS = 2000
@@ -39,6 +44,7 @@ class Plan:
         round_s: Length of a round, in seconds; at least one call is made.
         patience: When to measure a case again.
         own_sessions: Give each rank of a crew without MPI a session, not one for all.
+        buffers: One of `BUFFERS`.
     """
 
     world_size: int
@@ -46,6 +52,7 @@ class Plan:
     round_s: float = 0.02
     patience: Patience = attrs.field(factory=Patience)
     own_sessions: bool = False
+    buffers: str = FRESH
 
 
 @attrs.frozen
@@ -183,7 +190,7 @@ class Contest:
 
     def _round(self, peer: Peer, calls: int) -> list[float]:
         """Return the seconds a call took on the slowest rank; nothing if the crew is lost."""
-        took = self._tell(peer.crew, "run", peer.name, calls)
+        took = self._tell(peer.crew, "run", peer.name, calls, self._plan.buffers)
         return [max(took) / calls] if took is not None else []
 
     def _tell(self, crew: str, command: str, *arguments: object) -> list[Any] | None:

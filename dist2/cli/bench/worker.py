@@ -12,6 +12,7 @@ import resource
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed import FileStore
 
 from dist2.cli.bench.contenders import Call, Contender, Dist2, Gloo, Place
 from dist2.cli.bench.peers import GLOO
-from dist2.cli.bench.workloads import Case, Workload, WrongResultError
+from dist2.cli.bench.workloads import BARRIER, FRESH, HOT, Case, Workload, WrongResultError
 
 LONG = 32 << 20
 
@@ -33,6 +34,7 @@ class Worker:
         self._world_size = world_size
         self._workload: Workload | None = None
         self._calls: dict[str, Call] = {}
+        self._others: torch.Tensor | None = None
 
     def prepare(self, op: str, nbytes: int, shared: bool) -> None:
         """Make the tensors of a case, after those of the last one are gone."""
@@ -63,14 +65,42 @@ class Worker:
         self._calls[contender] = call
         return complaints[0] if complaints else None
 
-    def run(self, contender: str, calls: int) -> float:
-        """Return the seconds that a number of calls took in all."""
-        call = self._calls[contender]
-        self._contenders[contender].align()
+    def run(self, contender: str, calls: int, buffers: str) -> float:
+        """Return the seconds that a number of calls took in all.
+
+        Args:
+            contender: Its name.
+            calls: How many.
+            buffers: One of `BUFFERS`.
+        """
+        call, align = self._calls[contender], self._contenders[contender].align
+        between = self._between(buffers)
+        align()
         start = time.perf_counter()
+        if between is None:
+            for _ in range(calls):
+                call()
+            return time.perf_counter() - start
+        total = 0.0
         for _ in range(calls):
+            between()
+            align()
+            start = time.perf_counter()
             call()
-        return time.perf_counter() - start
+            total += time.perf_counter() - start
+        return total
+
+    def _between(self, buffers: str) -> Call | None:
+        """Return what comes before each call, without being timed."""
+        work = self._workload
+        assert work is not None
+        if buffers == HOT or work.case.op == BARRIER:
+            return None
+        if buffers == FRESH:
+            return work.input.zero_
+        if self._others is None:
+            self._others = torch.zeros(_cache_bytes() // 4)
+        return self._others.sum
 
     def usage(self) -> float:
         """Return the processor seconds that this process has used."""
@@ -82,6 +112,13 @@ class Worker:
         self._calls.clear()
         for contender in self._contenders.values():
             contender.close()
+
+
+def _cache_bytes() -> int:
+    """Return twice the last cache, within limits: reading as much leaves nothing else there."""
+    sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    largest = max((int(each.read_text().strip().removesuffix("K")) << 10 for each in sizes), default=0)
+    return min(max(2 * largest, 16 << 20), 128 << 20)
 
 
 def serve(worker: Worker, connection: socket.socket, rank: int) -> None:

@@ -19,6 +19,9 @@ ROOT = 0
 BARRIER = "barrier"
 SEND_RECV = "send_recv"
 
+HOT, FRESH, COLD = BUFFERS = ("hot", "fresh", "cold")
+"""The state of buffers before each call: see `measuring`."""
+
 OPERATIONS = (
     "all_reduce",
     "all_gather_single",
