@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
 
 from dist2.errors import InvalidUsageError
 from dist2.runtime.signals import package_is_a_program
@@ -51,6 +52,9 @@ def main() -> None:
         package = (error.name or "").partition(".")[0]
         if package in _OF_ALL and sys.argv[1:] in ([], ["-h"], ["--help"]):
             sys.stdout.write(_HELP)
+            return
+        if package in _OF_ALL and sys.argv[1:] == ["--version"]:
+            sys.stdout.write(f"dist2 {version('dist2')}\n")
             return
         if package not in (*_OF_ALL, *_OF_BENCH):
             raise

@@ -30,3 +30,16 @@ def test_a_command_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["dist2", "why"])
     with pytest.raises(SystemExit, match=r"pip install 'dist2\[control-plane\]'"):
         cli.main()
+
+
+def test_the_version_needs_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["dist2", "--version"])
+    with pytest.raises(SystemExit, match="0"):
+        cli.main()
+    with_click = capsys.readouterr().out
+    monkeypatch.delitem(sys.modules, "dist2.cli.app", raising=False)
+    monkeypatch.setitem(sys.modules, "click", None)
+    cli.main()
+    assert capsys.readouterr().out == with_click
