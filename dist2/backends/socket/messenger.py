@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+import dist2.operation.record_in_c  # noqa: F401 - C imports it later, when no file may be opened
 from dist2.backends.socket.arriving import Arriving, Shortly, note_arrival
 from dist2.backends.socket.memory import bytes_of
 from dist2.backends.socket.staging import is_plain, plain
