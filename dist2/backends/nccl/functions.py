@@ -106,7 +106,7 @@ class Functions:
     """The functions of a loaded library.
 
     Args:
-        library: The library. A `ctypes.CDLL`, which lets other threads run meanwhile; no `PyDLL`.
+        library: The library, as a `ctypes.CDLL`, whose functions let other threads run meanwhile.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
