@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -118,3 +119,23 @@ def test_groups_that_all_make_in_the_same_order_are_left_alone(name: str) -> Non
             each.all_reduce(torch.ones(4))
 
     run_ranks(3, late, BY_NAME[name], timeout=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("name", ["shm", "tcp"])
+def test_a_rank_that_has_closed_a_group_and_waits_in_the_next_is_not_apart(name: str) -> None:
+    def body(pg: ProcessGroup) -> float:
+        total = torch.zeros(1)
+        with pg.split(range(3)) as first:
+            if pg.rank() == 0:
+                for peer in (1, 2):
+                    part = torch.zeros(1)
+                    first.recv(part, peer)
+                    total += part
+            else:
+                time.sleep(2.0 * (pg.rank() - 1))  # rank 1 waits in the next group meanwhile, and asks there
+                first.send(torch.ones(1), 0)
+        with pg.split(range(3)) as second:
+            second.all_reduce(total)
+        return total.item()
+
+    assert run_ranks(3, body, BY_NAME[name], timeout=TIMEOUT_S) == [2.0] * 3

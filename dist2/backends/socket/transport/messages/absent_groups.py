@@ -61,6 +61,10 @@ class AbsentGroups:
         if len(self._closed) > MAX_CLOSED:
             del self._closed[next(iter(self._closed))]
 
+    def closed_last(self, most: int) -> list[int]:
+        """Return the contexts of the groups that have been closed here last."""
+        return list(self._closed)[-most:]
+
     def is_closed(self, context: int) -> bool:
         """Whether a group has been closed here, as far as that is remembered."""
         return context in self._closed

@@ -5,7 +5,8 @@ give different lists are in different groups, and none of their messages meet. S
 for a while sends the members from which it has heard nothing which groups it has made of the same one, and in
 which of them it waits; they answer with theirs. So does a rank that has ended its first collective and heard
 of no other. All ranks make groups in the same order: if two ranks wait for each other, each in a group that
-the other has not made, both groups fail.
+the other has not made, both groups fail. A rank also lists the groups that it has closed: another one may
+still be in them.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from dist2.backends.socket.wire import ABORTED, ANSWER, TEXT_BYTES, Header, Kind
 from dist2.errors import MismatchError, PeerLostError, ResourceError
 from dist2.runtime.rank_names import rank_names
 
-_MADE = 64
-"""Groups that a frame lists: the latest."""
+_MADE, _CLOSED = 64, 16
+"""Groups that a frame lists, and closed ones: the latest."""
 _PATIENCE_NS, _PAUSE_NS = 500_000_000, 1_000_000_000
 _BLOCKED_NS = 3_000_000_000
 """How long a rank that has asked counts as blocked; it asks at least once a second."""
@@ -104,7 +105,7 @@ class Origins:
         waiting = next((each for each in made if _is_blocked(each)), None)
         shown = waiting or (made[-1] if made else None)
         return Made(
-            [each.context for each in made[-_MADE:]],
+            [*(each.context for each in made[-_MADE:]), *self._absent.closed_last(_CLOSED)],
             waiting.context if waiting is not None else 0,
             "" if shown is None else self._call_of(shown),
             self._last_call(parent),
@@ -174,7 +175,7 @@ class Origins:
             mailbox.take_reason(rank, bytearray(why.encode()))
             self._departures.member_left(mailbox, rank)
             self._outcomes.fail(mailbox, left_error(mailbox, [rank]))
-        elif apart:
+        elif apart and rank not in mailbox.left:
             here, there = mailbox.names([mailbox.rank], False), mailbox.names([rank], False)
             self._fail(
                 mailbox,
