@@ -12,8 +12,9 @@ EXAMPLE = ROOT / "examples" / "survive.py"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120)
 def test_a_training_job_survives_a_death() -> None:
-    ended = run([*warm_python(), EXAMPLE, "--seed=1", "--steps=120"])
+    ended = run([*warm_python(), EXAMPLE, "--seed=1", "--steps=120"], timeout_s=100)
     assert ended.code == 0, ended
     said = ended.output
     assert "rank 1 died" in said, ended
