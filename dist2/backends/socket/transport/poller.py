@@ -14,7 +14,6 @@ from typing import TypeVar, TypeVarTuple
 
 from dist2.backends.socket.transport.alarm import Alarm
 from dist2.backends.socket.transport.links.background import Background
-from dist2.backends.socket.transport.links.ring import RingReader
 from dist2.backends.socket.transport.links.rings import Rings
 from dist2.backends.socket.transport.messages.dispatch import Dispatch
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
@@ -145,14 +144,9 @@ class Poller:
         self._told += 1
         self._changed.notify_all()
 
-    def is_wanted(self, awaited: RingReader | None) -> bool:
-        """Whether the thread that polls one ring or socket delays another waiter, or data of other links."""
-        if self._waiters:
-            return True
-        for reader in self._rings.readers:  # noqa: SIM110 - `any` of a generator costs three times as much
-            if reader is not awaited and reader.has_bytes:
-                return True
-        return False
+    def is_wanted(self) -> bool:
+        """Whether the thread that polls one socket delays another waiter, or data in rings."""
+        return bool(self._waiters) or self._rings.have_bytes(1)
 
     def progress(self, timeout_s: float, borrow_ns: int = _BORROW_BRIEFLY_NS) -> None:
         """Make a round, and call back for the messages that it has finished. Requires the role."""

@@ -106,7 +106,7 @@ class _Passage:
         if now >= self._end or mailbox.aborted is not None or mailbox.fault is not None or ctrl_c.pending:
             return False
         fabric.press()
-        return not (out.leased and out.has_frames) and not fabric.poller.is_wanted(None)
+        return not (out.leased and out.has_frames) and not fabric.poller.is_wanted()
 
 
 class AnnouncedSend(SocketSend):

@@ -61,7 +61,7 @@ class ExpressAny:
                 poller.glance()
                 now = monotonic_ns()
                 end_ns = min(now + AWAKE_NS, deadline_ns)
-            if now >= end_ns or crowd.is_here(now) or poller.is_wanted(None) or ctrl_c.pending:
+            if now >= end_ns or crowd.is_here(now) or poller.is_wanted() or ctrl_c.pending:
                 break
             if mailbox.aborted is not None or mailbox.fault is not None or mailbox.holds_any(self._tag):
                 break

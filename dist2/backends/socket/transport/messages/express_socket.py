@@ -248,7 +248,7 @@ class SocketReceive(_SocketWay):
                 end = min(now + AWAKE_NS, deadline_ns) if fabric.poller.spins else now
             if now >= end or mailbox.aborted is not None or mailbox.fault is not None:
                 return 0
-            if crowd.is_here(now) or fabric.poller.is_wanted(None):
+            if crowd.is_here(now) or fabric.poller.is_wanted():
                 return 0
             fabric.press()
             now = crowd.give_way()
@@ -263,7 +263,7 @@ class SocketReceive(_SocketWay):
             try:
                 count = sock.recv_into(data[came:])
             except BlockingIOError:
-                if now >= end or mailbox.fault is not None or self._fabric.poller.is_wanted(None):
+                if now >= end or mailbox.fault is not None or self._fabric.poller.is_wanted():
                     break
                 if crowd.is_here(now):
                     break
@@ -284,7 +284,7 @@ class SocketReceive(_SocketWay):
         while not receiving.done:
             now = fabric.poller.crowd.give_way()
             fabric.read(link)
-            if now >= end or fabric.poller.crowd.is_here(now) or fabric.poller.is_wanted(None):
+            if now >= end or fabric.poller.crowd.is_here(now) or fabric.poller.is_wanted():
                 return
 
     def _take(self, link: Link, payload: Buffer, seq: int, count: int) -> None:

@@ -73,5 +73,5 @@ class SocketTake(SocketReceive):
             if now >= end or mailbox.aborted is not None or mailbox.fault is not None or ctrl_c.pending:
                 return came
             fabric.press()
-            if fabric.poller.is_wanted(None):
+            if fabric.poller.is_wanted():
                 return came

@@ -286,7 +286,7 @@ class Rails:
         if now >= self._until_ns or mailbox.aborted is not None or mailbox.fault is not None:
             return False
         fabric.press()
-        if ctrl_c.pending or fabric.poller.is_wanted(None) or any(track.is_awaited for track in tracks):
+        if ctrl_c.pending or fabric.poller.is_wanted() or any(track.is_awaited for track in tracks):
             return False
         for track in tracks:
             track.rail.go_on()
