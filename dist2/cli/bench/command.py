@@ -94,7 +94,7 @@ class Settings:
     "--budget",
     type=click.FloatRange(1),
     callback=number,
-    help="Seconds after which no more cases are started.",
+    help="Seconds after which the round that is running is the last.",
 )
 @click.option("--quick", is_flag=True, help="Only all_reduce, three sizes, short rounds.")
 @click.option(
@@ -179,7 +179,7 @@ def _measure(settings: Settings, console: Console, found: list[Measurement]) -> 
     with Progress(*columns, console=console, auto_refresh=False) as progress:
         task = progress.add_task("starting ranks", total=len(settings.cases))
         progress.refresh()
-        with Contest(settings.contenders, settings.plan) as contest:
+        with Contest(settings.contenders, settings.plan, deadline_ns) as contest:
             for case in settings.cases:
                 if found and not remaining_s(deadline_ns):
                     break

@@ -28,6 +28,7 @@ from dist2.cli.bench.neighbours import Neighbours, Patience, free_memory
 from dist2.cli.bench.peers import Peer, launcher, starts_itself
 from dist2.cli.bench.workloads import FRESH, SEND_RECV, Case
 from dist2.runtime.config import environment_value
+from dist2.runtime.deadline import FOREVER_NS, remaining_s
 
 MAX_CALLS = 2000
 WARM_UP_CALLS = 20
@@ -85,11 +86,14 @@ class Contest:
     Args:
         peers: The contenders, in the order in which they take turns.
         plan: How to measure.
+        until_ns: Monotonic nanosecond after which no case is repeated, and a case ends with the round that
+            it is in.
     """
 
-    def __init__(self, peers: Sequence[Peer], plan: Plan) -> None:
+    def __init__(self, peers: Sequence[Peer], plan: Plan, until_ns: int = FOREVER_NS) -> None:
         self._peers = list(peers)
         self._plan = plan
+        self._until_ns = until_ns
         self._crews: dict[str, Crew] = {}
         self._failures: dict[str, str] = {}
         self._stack = ExitStack()
@@ -130,7 +134,7 @@ class Contest:
             return [Measurement(case, peer.name, failure=lack) for peer in peers]
         best = self._measure(case, peers)
         for _ in range(patience.retries):
-            if best[0].foreign_cores <= patience.foreign_cores:
+            if best[0].foreign_cores <= patience.foreign_cores or not remaining_s(self._until_ns):
                 break
             time.sleep(patience.pause_s)
             best = min(best, self._measure(case, peers), key=lambda found: found[0].foreign_cores)
@@ -154,6 +158,8 @@ class Contest:
         for _ in range(self._plan.rounds):
             for peer, calls in counts.items():
                 times[peer.name] += self._round(peer, calls)
+            if not remaining_s(self._until_ns):
+                break
         foreign = neighbours.cores()
         messages = 2 if case.op == SEND_RECV else 1
         found = []
