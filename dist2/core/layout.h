@@ -15,7 +15,7 @@
     _(RING, 32)     /* words from 0 on: arrivals at the last fences, by number of the fence */                \
     _(WINDOW, 16)   /* fences by which a member may be ahead of another: it overwrites no word before that */ \
     _(SLEEPING, 32) /* the fence that a sleeping member awaits; 0: it is awake */                             \
-    _(STATE, 40)    /* not 0: it has closed, aborted or revoked the group */                                  \
+    _(STATE, 40)    /* not 0: it has closed, aborted or revoked the group, or timed out */                    \
     _(DESCRIBED, 41) /* the fence at which it found a mismatch, and the length of its call's description */   \
     _(GAVE_UP, 42)  /* it has given up an operation in which it exposed memory */                             \
     _(NOTES, 43)    /* a number that it publishes with a fence, here and in the next word, by parity */       \

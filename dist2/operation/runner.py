@@ -44,6 +44,7 @@ from dist2.errors import (
     GroupAbortedError,
     GroupRevokedError,
     InvalidUsageError,
+    OperationTimeoutError,
     PeerLostError,
 )
 from dist2.operation.aliasing import on_copies
@@ -423,7 +424,8 @@ class OperationRunner:
 
     def _fail(self, operation: Operation, error: BaseException) -> BaseException:
         """Record and report a failure; return the error, with the operation's name and place filled in."""
-        if isinstance(error, (GroupRevokedError, PeerLostError)) and error.seq is None:
+        told = (GroupRevokedError, OperationTimeoutError, PeerLostError)
+        if isinstance(error, told) and error.seq is None:
             error = own(error)
         if isinstance(error, Dist2Error):
             if error.seq != operation.seq:  # else it was raised for this operation, and names it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -203,8 +204,18 @@ def _give_up_on_one(pg: ProcessGroup, numel: int) -> tuple[str, float]:
         pg.abort()
         return "", 0.0
     hear(pg, "gave up")
-    error, told_s = caught(PeerLostError, lambda: (pg.all_reduce(torch.ones(numel)), pg.barrier()))
-    assert error.ranks == (0,)
+    error, told_s = caught(
+        (OperationTimeoutError, PeerLostError), lambda: (pg.all_reduce(torch.ones(numel)), pg.barrier())
+    )
+    if isinstance(error, PeerLostError):
+        assert error.ranks == (0,)
+        assert "rank 0 aborted the group (OperationTimeoutError: " in str(error)
+        assert "(last seen at: rank 1: barrier() #1" in str(error)
+    else:  # it had what it needed of the first operation, and hears in the second one, before the abort
+        assert error.missing == (1,)
+        assert re.search(
+            "rank 0 (has given up \\(OperationTimeoutError: |gave up an earlier operation)", str(error)
+        )
     return str(error), told_s
 
 
@@ -215,8 +226,7 @@ def test_who_comes_after_a_limit_is_told_whose_limit_it_was(
     message, told_s = run_processes(2, _give_up_on_one, tmp_path, numel, timeout=LONG_S, transport=transport)[
         1
     ]
-    assert "rank 0 aborted the group (OperationTimeoutError: " in message
-    assert "rank 1 did not arrive in time (last seen at: rank 1: barrier() #1" in message
+    assert "rank 1 did not arrive in time" in message
     in_time(told_s, 1.0)
 
 
@@ -272,7 +282,7 @@ def test_a_stopped_process_is_a_straggler(transport: str, world_size: int, tmp_p
 
 
 def _stop_for_too_long(pg: ProcessGroup) -> tuple[int, ...]:
-    """Return the missing ranks, on rank 0; rank 1 may learn that rank 0 gave up before its own timeout."""
+    """Return the missing ranks; rank 1 may learn that rank 0 gave up before its own timeout."""
     with pytest.raises((OperationTimeoutError, PeerLostError)) as error:
         _stop_for_a_while(pg, 0.2)
     again = pg.split(range(pg.size()))
@@ -284,7 +294,7 @@ def _stop_for_too_long(pg: ProcessGroup) -> tuple[int, ...]:
 def test_a_process_stopped_for_too_long_is_told_from_a_dead_one(transport: str, tmp_path: Path) -> None:
     results = run_processes(2, _stop_for_too_long, tmp_path, timeout=LONG_S, transport=transport)
     assert results[0] == (1,)
-    assert results[1] in {(0,), ()}
+    assert results[1] in {(0,), (1,), ()}
 
 
 def test_a_wait_ends_in_time_also_behind_what_may_take_longer(transport: str, tmp_path: Path) -> None:

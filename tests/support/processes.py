@@ -211,14 +211,16 @@ def hear(pg: ProcessGroup, *events: str) -> None:
     PrefixStore("events", pg.spec.store).wait(list(events))
 
 
-def caught(kind: type[BaseException], call: Callable[[], object]) -> tuple[Any, float]:
-    """Return the error of one kind that a call must raise, and after how many seconds it did."""
+def caught(
+    kind: type[BaseException] | tuple[type[BaseException], ...], call: Callable[[], object]
+) -> tuple[Any, float]:
+    """Return the error of a kind that a call must raise, and after how many seconds it did."""
     start = time.monotonic()
     try:
         call()
     except kind as error:
         return error, time.monotonic() - start
-    raise AssertionError(f"no {kind.__name__} was raised")
+    raise AssertionError(f"no {kind} was raised")
 
 
 class Crew:

@@ -36,6 +36,7 @@ from dist2.errors import (
     GroupAbortedError,
     GroupRevokedError,
     InvalidUsageError,
+    OperationTimeoutError,
     PeerLostError,
     ResourceError,
     WireError,
@@ -332,6 +333,9 @@ class SocketBackend(Backend):
         the group: no other rank can see it.
         """
         self.endpoint.broken_by(error)
+        if isinstance(error, OperationTimeoutError) and self.board is not None:
+            is_message = error.op is not None and OpKind(error.op).is_p2p
+            self.board.roster.time_out(error.missing, 0 if is_message else error.seq or 0)
         detected = isinstance(error, Dist2Error) and not isinstance(error, ResourceError)
         if isinstance(error, Exception) and not detected:
             self.revoke(self.spec.info.rank)

@@ -64,6 +64,7 @@ class Kind(enum.IntEnum):
     OFFER = 20
     TAKEN = 21
     ORIGIN = 22
+    GAVE_UP = 23
 
 
 _LOAN = struct.Struct("<QQQ")
@@ -86,6 +87,7 @@ _LIMITS = {
     Kind.PROBE: TEXT_BYTES,
     Kind.CALLED: TEXT_BYTES,
     Kind.ORIGIN: TEXT_BYTES,
+    Kind.GAVE_UP: TEXT_BYTES,
 }
 """Longest payload of each kind; the others have none."""
 

@@ -43,6 +43,7 @@ LIMITS = {
     Kind.PROBE: TEXT_BYTES,
     Kind.CALLED: TEXT_BYTES,
     Kind.ORIGIN: TEXT_BYTES,
+    Kind.GAVE_UP: TEXT_BYTES,
 }
 STAGING_BYTES = 1 << 16
 words = st.integers(0, 2**64 - 1)

@@ -26,6 +26,7 @@ from dist2.backends.socket.transport.messages.courier import Courier
 from dist2.backends.socket.transport.messages.delivery import Delivery
 from dist2.backends.socket.transport.messages.departures import Departures
 from dist2.backends.socket.transport.messages.dispatch import Dispatch
+from dist2.backends.socket.transport.messages.given_up import GivenUp
 from dist2.backends.socket.transport.messages.groups import Groups
 from dist2.backends.socket.transport.messages.intake import Intake, handlers
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
@@ -133,8 +134,11 @@ class Fabric:
         borrower = Borrower(self.lock, linkage, courier, outcomes, mailboxes)
         delivery = self.delivery = Delivery(courier, outcomes, comparison, borrower)
         dispatch = Dispatch(linkage, presence, courier, outcomes, comparison, delivery)
-        others = handlers(assembly, comparison, delivery, departures, dispatch, probes, origins)
-        intake = Intake(linkage, presence, outcomes, departures, delivery, mailboxes, absent, others, origins)
+        given_up = GivenUp(courier, outcomes)
+        others = handlers(assembly, comparison, delivery, departures, dispatch, probes, origins, given_up)
+        intake = Intake(
+            linkage, presence, outcomes, departures, delivery, mailboxes, absent, others, origins, given_up
+        )
         attend = self._link_watch.start
         groups = Groups(linkage, presence, courier, outcomes, departures, intake, mailboxes, absent, attend)
         self.departures, self.dispatch, self.groups = departures, dispatch, groups

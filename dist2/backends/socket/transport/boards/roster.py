@@ -1,15 +1,16 @@
 """`Roster`: the members of a board, and which of them have failed or left.
 
-Each member publishes in its control words whether it is in the group, or has left, aborted or revoked it. If
-a process ends without doing so, its pidfd shows it. If this member itself has left, aborted or revoked, its
-own waits end from then on.
+Each member publishes in its control words whether it is in the group, or has left, aborted or revoked it, or
+has given up an operation. If a process ends without doing so, its pidfd shows it. If this member itself has
+left, aborted or revoked, its own waits end from then on.
 """
 
 from __future__ import annotations
 
 import select
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from time import monotonic_ns
 
 import attrs
 
@@ -22,15 +23,20 @@ from dist2.errors import (
     Dist2Error,
     GroupAbortedError,
     GroupRevokedError,
+    OperationTimeoutError,
     PeerLostError,
 )
 from dist2.operation.engine import Arrivals
 from dist2.operation.record import Operation
 from dist2.runtime.rank_names import RANKS, RankNames
 
-_OPEN, _CLOSED, _ABORTED, _REVOKED = 0, 1, 2, 3
-_STATE_BITS = 8  # above them, the revoking rank
+_OPEN, _CLOSED, _ABORTED, _REVOKED, _TIMED_OUT = 0, 1, 2, 3, 4
+_INSIDE = (_OPEN, _TIMED_OUT)
+_STATE_BITS = (
+    8  # above them, the revoking rank; or the missing one plus 1, and above it the operation's number
+)
 _STATE_MASK = (1 << _STATE_BITS) - 1
+_RANK_BITS, _SEQ_BITS = 16, 40
 
 
 @attrs.frozen
@@ -119,7 +125,7 @@ class Roster:
         return {
             member.rank: member.neighbour.end()
             for member in self.members
-            if states.get(member.rank, _OPEN) == _OPEN and member.neighbour.is_dead()
+            if states.get(member.rank, _OPEN) & _STATE_MASK in _INSIDE and member.neighbour.is_dead()
         }
 
     def departed(self, aborted_only: bool = False) -> list[int]:
@@ -137,6 +143,7 @@ class Roster:
         Raises:
             GroupAbortedError, GroupRevokedError: This member has ended the group, or a member revoked it.
             PeerLostError: A member has died, or one that is absent has left or aborted the group.
+            OperationTimeoutError: All absent members gave up an earlier operation.
         """
         if self._fault is not None:
             raise self._fault
@@ -158,7 +165,22 @@ class Roster:
             raise PeerLostError(f"{self.names(left)} {left_words(self._why(left))}", ranks=left)
         if broke:
             raise PeerLostError(f"{self.names(broke)} aborted the group{self._why(broke)}", ranks=broke)
+        self._check_timed_out({rank: states.get(rank, _OPEN) for rank in absent}, operation)
         return absent
+
+    def _check_timed_out(self, absent: Mapping[int, int], operation: Operation) -> None:
+        """Raise if all absent members, given with their states, have given up an earlier operation."""
+        said = [state >> _STATE_BITS for state in absent.values() if state & _STATE_MASK == _TIMED_OUT]
+        if not said or len(said) < len(absent) or operation.seq <= max(said) >> _RANK_BITS:
+            return
+        missing = sorted({each % (1 << _RANK_BITS) - 1 for each in said} - {-1})
+        why = f": {self.names(missing)} did not arrive in time there" if missing else ""
+        raise OperationTimeoutError(
+            f"{self.names(list(absent))} gave up an earlier operation{why}",
+            missing=missing,
+            timeout_s=operation.timeout_s,
+            elapsed_s=(monotonic_ns() - operation.created_ns) / 1e9,
+        )
 
     def _states(self) -> dict[int, int]:
         states = {member.rank: words[STATE] for words, member in self._peers}
@@ -194,9 +216,22 @@ class Roster:
         self._own[STATE] = _REVOKED | error.by << _STATE_BITS
         self._wake_all()
 
+    def time_out(self, missing: Sequence[int], seq: int) -> None:
+        """Have members that call later operations learn that this one has given up an operation.
+
+        Args:
+            missing: The ranks that did not arrive.
+            seq: Its number; 0 for a message.
+        """
+        if self._own[STATE] == _OPEN:
+            rank = min(missing, default=-1) + 1
+            above = rank % (1 << _RANK_BITS) | seq % (1 << _SEQ_BITS) << _RANK_BITS
+            self._own[STATE] = _TIMED_OUT | above << _STATE_BITS
+            self._wake_others()
+
     def leave(self) -> None:
         """Have members that still wait for this one learn that it left."""
-        if self._own[STATE] == _OPEN:
+        if self._own[STATE] & _STATE_MASK in _INSIDE:
             self._own[STATE] = _CLOSED
         self._fault = self._fault or GroupAbortedError("the group was closed")
         self._arrivals.stopped = True

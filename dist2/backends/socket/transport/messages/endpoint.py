@@ -13,6 +13,7 @@ from dist2.backends.socket.transport.messages.ballot import Ballot
 from dist2.backends.socket.transport.messages.calls import Describe
 from dist2.backends.socket.transport.messages.departures import left_error
 from dist2.backends.socket.transport.messages.explaining import last_seen, left_words, overdue
+from dist2.backends.socket.transport.messages.given_up import GivenUp
 from dist2.backends.socket.transport.messages.inquiry import Inquiry
 from dist2.backends.socket.transport.messages.mailbox import Mailbox, OnRevoked
 from dist2.backends.socket.transport.messages.transfer import Message, Receiving, Sending
@@ -361,6 +362,7 @@ class FabricEndpoint(Endpoint):
         """Keep the error that broke the group on this rank, for members that wait for it."""
         self._mailbox.reason = b""  # the earlier reason does not name the operation
         self._mailbox.note_reason(error)
+        GivenUp.note(self._mailbox, error)
 
     def look(self) -> None:
         """Process arrived reports of members without waiting, also if the group is broken."""

@@ -13,6 +13,7 @@ from dist2.backends.socket.transport.messages.comparison import Comparison
 from dist2.backends.socket.transport.messages.delivery import Delivery
 from dist2.backends.socket.transport.messages.departures import Departures
 from dist2.backends.socket.transport.messages.dispatch import Dispatch
+from dist2.backends.socket.transport.messages.given_up import GivenUp
 from dist2.backends.socket.transport.messages.mailbox import Arrived, Mailbox
 from dist2.backends.socket.transport.messages.origins import Origins
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
@@ -41,6 +42,7 @@ class Intake:
         absent: Keeps frames of groups that are not open.
         handlers: Handlers of the other frames of a group.
         origins: Takes what ranks say of the groups that they have made.
+        given_up: Answers messages to a group that has failed here.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Intake:
         absent: AbsentGroups,
         handlers: dict[Kind, Handler],
         origins: Origins,
+        given_up: GivenUp,
     ) -> None:
         self._heard = linkage.heard
         self._rings = linkage.rings
@@ -65,6 +68,7 @@ class Intake:
         self._absent = absent
         self._handlers = handlers
         self._origins = origins
+        self._given_up = given_up
         self._payloads: dict[Link, bytearray] = {}
 
     # Events of links
@@ -152,6 +156,8 @@ class Intake:
         if header.kind in _MESSAGES:
             if mailbox.fault is None:
                 self._delivery.place(mailbox, _arrived(link, peer, header, payload))
+            if mailbox.gave_up is not None:
+                self._given_up.answer(mailbox, peer, header)
         else:
             self._handlers[header.kind](link, mailbox, peer, header, payload)
 
@@ -175,6 +181,7 @@ def handlers(
     dispatch: Dispatch,
     probes: Probes,
     origins: Origins,
+    given_up: GivenUp,
 ) -> dict[Kind, Handler]:
     """Return the handlers of a group's frames, except for messages."""
     return {
@@ -190,4 +197,5 @@ def handlers(
         Kind.DECISION: assembly.on_letter,
         Kind.PROBE: probes.on_probe,
         Kind.ORIGIN: origins.on_failed,
+        Kind.GAVE_UP: given_up.on_gave_up,
     }

@@ -93,6 +93,8 @@ class Mailbox:
         uid: The group's; empty where it is not known.
         asked_ns: When this rank last asked members whether they have made the group; 0 before.
         ask_ns: When it may ask again; 0 before it first wants to.
+        gave_up: The error that broke the group on this rank, for senders that do not hear of it otherwise.
+        answered: Senders that were told of it.
         apart: The error of a group that other members have not made, as they gave other members.
     """
 
@@ -115,6 +117,8 @@ class Mailbox:
         self.uid = uid
         self.ask_ns = self.asked_ns = 0
         self.apart: MismatchError | None = None
+        self.gave_up: Dist2Error | None = None
+        self.answered: set[int] = set()
         self.rank = rank
         self.names = names
         self.cards = tuple(cards)
