@@ -27,6 +27,12 @@ NO_ANSWER = 2
 
 ANSWER_S = 30.0
 
+_ELSEWHERE = (
+    "all users of this host can see in ps. The user of the job needs none on its host; elsewhere, use "
+    "--token-file or DIST2_CONTROL_TOKEN"
+)
+_QUERY_TOKEN = f"the query of the URL has a token, which no control plane reads and {_ELSEWHERE}"
+
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
@@ -56,11 +62,14 @@ class ControlPlane:
         plane of this user and host has written.
 
         Raises:
-            NoAnswerError: The URL is not one of a control plane, or the file or the secret is unusable.
+            NoAnswerError: The URL is not one of a control plane, or has a token in its query, or the file or
+                the secret is unusable.
         """
         try:
             require_http(url)
             parts = urlsplit(url)
+            if "token" in parse_qs(parts.query, keep_blank_values=True):
+                raise NoAnswerError(_QUERY_TOKEN)
             base = f"{parts.scheme}://{parts.netloc}"
             if token_file is not None:
                 token = token_file.read_text().strip()
@@ -114,11 +123,7 @@ def _token_of(base: str, fragment: str) -> str | None:
 
 
 def _warn_of_argument() -> None:
-    click.echo(
-        "dist2: the token is an argument, which all users of this host can see in ps. The user of the job "
-        "needs none on its host; elsewhere, use --token-file or DIST2_CONTROL_TOKEN.",
-        err=True,
-    )
+    click.echo(f"dist2: the token is an argument, which {_ELSEWHERE}.", err=True)
 
 
 def _refusal(error: HTTPError) -> str:

@@ -28,6 +28,7 @@ from dist2.errors import InvalidUsageError
 from dist2.runtime.other_process import Process
 from dist2.security.refusals import refusals
 from observability import token_files
+from observability.commands.control_plane import NO_ANSWER
 from observability.group_status import GroupStatusRegistry
 from observability.metrics import instrument as metrics
 from observability.server import Server, serving
@@ -329,6 +330,15 @@ def test_commands_find_the_token_of_a_job_of_their_user(
         with observability.start(announce=False):
             assert not file.exists(), "it is of a process that has ended"
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("command", ["why", "top", "trace"])
+def test_a_token_in_the_query_of_a_url_is_refused(command: str, server: Server) -> None:
+    ended = CliRunner().invoke(cli, [command, f"{server.url}/?token={server.token}"])
+    assert ended.exit_code == NO_ANSWER
+    assert "all users of this host can see in ps" in ended.output
+    assert "use --token-file or DIST2_CONTROL_TOKEN" in ended.output
+    assert server.token not in ended.output
 
 
 def test_no_token_is_written_where_another_user_may_read(
