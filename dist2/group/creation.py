@@ -17,7 +17,7 @@ from dist2.backends.registry import build, builtin_factory, registered_factory, 
 from dist2.errors import InvalidUsageError, RendezvousError
 from dist2.group.options import AnyOptions, FakeOptions, GlooOptions, NcclOptions, SocketOptions
 from dist2.group.process_group import ProcessGroup
-from dist2.group.verification import check_verify
+from dist2.group.verification import check_completes_on_host, check_verify
 from dist2.operation.instruments import dispatch
 from dist2.operation.signature import GroupInfo
 from dist2.rendezvous import Meeting, rendezvous
@@ -129,6 +129,8 @@ def new_group(
     verified = check_verify(verify)
     checks_nan = environment_flag(_NAN_CHECK, False) if check_nan is None else check_nan
     factory = None if registered_factory(backend) is not None else builtin_factory(backend)
+    if verified:
+        check_completes_on_host(backend, verified, not getattr(factory, "natively_async", False))
     if config.instruments:
         dispatch.load_defaults()
     alone = not getattr(factory, "has_peers", True)  # its other ranks do not exist

@@ -75,6 +75,24 @@ def check_verify(verify: object) -> int:
     return every
 
 
+def check_completes_on_host(backend: str, verify: int, completes: bool) -> None:
+    """Refuse to verify results that nothing on the host can read when their operation returns.
+
+    Args:
+        backend: The name of the group's backend.
+        verify: Which of the operations are to be verified.
+        completes: Whether the backend completes operations on the host.
+
+    Raises:
+        InvalidUsageError: It does not.
+    """
+    if not completes:
+        raise InvalidUsageError(
+            f"verify={verify} needs a backend that completes operations on the host, such as 'socket'; "
+            f"{backend!r} completes them on the device"
+        )
+
+
 @on_ctrl_c(OnCtrlC.DEFER_IN_CALLS)
 class Verifier:
     """Verifies the results of one group.
@@ -90,11 +108,7 @@ class Verifier:
 
     def __init__(self, planning: Planning, spec: GroupSpec, refuse: Callable[[BaseException], None]) -> None:
         runner = planning._runner
-        if runner.backend.natively_async:
-            raise InvalidUsageError(
-                f"verify={spec.verify} needs a backend that completes operations on the host, such as "
-                f"'socket'; {spec.info.backend!r} completes them on the device"
-            )
+        check_completes_on_host(spec.info.backend, spec.verify, not runner.backend.natively_async)
         self._planning = planning
         self._spec = spec
         self._refuse = refuse

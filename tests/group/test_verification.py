@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.ranks import TENANTS, RankFailed, Tenant, run_ranks
+from support.time_limits import in_time
 
 import dist2
 from dist2 import CorruptionError, InvalidUsageError, ProcessGroup
@@ -178,6 +180,15 @@ def test_hashes_follow_the_elements_not_their_layout() -> None:
 def test_other_arguments_are_refused(verify: Any) -> None:
     with pytest.raises(InvalidUsageError, match="verify must be a bool, or an int n >= 1"):
         dist2.new_group("fake", rank=0, world_size=2, verify=verify)
+
+
+def test_nccl_refuses_before_ranks_meet() -> None:
+    began = time.monotonic()
+    with pytest.raises(InvalidUsageError, match="verify=1 needs a backend that completes operations on the"):
+        dist2.new_group("nccl", 50, store=dist2.HashStore(), rank=0, world_size=2, verify=True)
+    with pytest.raises(InvalidUsageError, match="verify=7 needs"):  # without any launcher
+        dist2.new_group("cpu:socket,cuda:nccl", verify=7)
+    in_time(time.monotonic() - began, 5.0)
 
 
 @pytest.mark.skipif(list(TENANTS) == HOST_TENANTS, reason="NCCL is not installed, nor can its stub be built")
