@@ -39,7 +39,8 @@ def handle_of(x: torch.Tensor, pg: ProcessGroup) -> str:
             f"dist2.new_group"
         )
     if not isinstance(x, torch.Tensor):
-        raise ArgumentTypeError(f"x must be a tensor, got {x!r} ({type(x).__name__})")
+        remedy = ": pass torch.from_dlpack(x)" if hasattr(x, "__dlpack__") else ""
+        raise ArgumentTypeError(f"x must be a tensor, got {x!r} ({type(x).__name__}){remedy}")
     return f"{pg.info.rank}/{pg.info.world_size} {pg.info.name}"
 
 

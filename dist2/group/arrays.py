@@ -7,7 +7,7 @@ without a cached plan makes it: arrays are never found among the plans, and tens
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -15,6 +15,21 @@ from dist2.errors import InvalidUsageError
 
 _CPU = 1
 """``kDLCPU`` of DLPack."""
+
+
+class SupportsDLPack(Protocol):
+    """An array of any library that exports its memory by DLPack: numpy's, cupy's, JAX's.
+
+    Source: the array API standard.
+    """
+
+    def __dlpack__(self, *args: Any, **options: Any) -> Any: ...
+
+    def __dlpack_device__(self) -> tuple[Any, Any]: ...
+
+
+Array: TypeAlias = torch.Tensor | SupportsDLPack
+"""What operations take: the type of their arguments."""
 
 
 def as_tensor(value: object, argument: str, written: bool) -> object:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from dist2.group.arrays import Array
 from dist2.group.planning import Planning
 from dist2.group.sparse import all_reduce_sparse
 from dist2.operation import validation as check
@@ -44,10 +45,10 @@ class Collectives(Planning):
     """Operations that every member calls, in the same order.
 
     Unless said otherwise: tensors live on the group's device and may be non-contiguous, 0-d or empty; an
-    array of numpy, or with ``__dlpack__``, stands for a tensor with its memory;
-    all ranks must agree on the operation, the reduction, dtypes, element counts and the root. Outputs may
-    share memory with inputs: such an input is read from a copy, unless it is the rank's own part of the
-    result, as in ``all_gather_single(whole, whole[rank])``. With ``async_op=False`` (the default) the
+    array of numpy, or with ``__dlpack__``, stands for a tensor with its memory; all ranks must agree on the
+    operation, the reduction, dtypes, element counts and the root. Outputs may share memory with inputs: such
+    an input is read from a copy, unless it is the rank's own part of the result, as in
+    ``all_gather_single(whole, whole[rank])``. With ``async_op=False`` (the default) the
     operation is complete when the call returns; with True it completes in the background, and its tensors
     must be left alone until ``work.wait()``. ``root`` may also be spelled ``src`` or ``dst``.
 
@@ -61,7 +62,7 @@ class Collectives(Planning):
 
     def all_reduce(
         self,
-        tensor: torch.Tensor,
+        tensor: Array,
         op: AnyReduceOp = _SUM,
         *,
         async_op: bool = False,
@@ -97,7 +98,7 @@ class Collectives(Planning):
 
     def all_reduce_coalesced(
         self,
-        tensors: Sequence[torch.Tensor],
+        tensors: Sequence[Array],
         op: AnyReduceOp = _SUM,
         *,
         async_op: bool = False,
@@ -125,7 +126,7 @@ class Collectives(Planning):
         return self._run(plan, tensors, tensors, async_op, timeout)
 
     def broadcast(
-        self, tensor: torch.Tensor, root: int = 0, timeout: Timeout = None, *, async_op: bool = False
+        self, tensor: Array, root: int = 0, timeout: Timeout = None, *, async_op: bool = False
     ) -> Work:
         """Copy the root's tensor over that of every other rank.
 
@@ -153,7 +154,7 @@ class Collectives(Planning):
 
     def reduce(
         self,
-        tensor: torch.Tensor,
+        tensor: Array,
         root: int = 0,
         op: AnyReduceOp = _SUM,
         timeout: Timeout = None,
@@ -189,8 +190,8 @@ class Collectives(Planning):
 
     def all_gather(
         self,
-        outputs: Sequence[torch.Tensor],
-        input: torch.Tensor,
+        outputs: Sequence[Array],
+        input: Array,
         *,
         async_op: bool = False,
         timeout: Timeout = None,
@@ -219,8 +220,8 @@ class Collectives(Planning):
 
     def all_gather_v(
         self,
-        outputs: Sequence[torch.Tensor],
-        input: torch.Tensor,
+        outputs: Sequence[Array],
+        input: Array,
         *,
         async_op: bool = False,
         timeout: Timeout = None,
@@ -251,8 +252,8 @@ class Collectives(Planning):
 
     def all_gather_single(
         self,
-        output: torch.Tensor,
-        input: torch.Tensor,
+        output: Array,
+        input: Array,
         timeout: Timeout = None,
         *,
         async_op: bool = False,
@@ -279,8 +280,8 @@ class Collectives(Planning):
 
     def all_gather_single_coalesced(
         self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[Array],
+        inputs: Sequence[Array],
         timeout: Timeout = None,
         *,
         async_op: bool = False,
@@ -307,8 +308,8 @@ class Collectives(Planning):
 
     def reduce_scatter(
         self,
-        output: torch.Tensor,
-        inputs: Sequence[torch.Tensor],
+        output: Array,
+        inputs: Sequence[Array],
         op: AnyReduceOp = _SUM,
         timeout: Timeout = None,
         *,
@@ -340,8 +341,8 @@ class Collectives(Planning):
 
     def reduce_scatter_v(
         self,
-        output: torch.Tensor,
-        inputs: Sequence[torch.Tensor],
+        output: Array,
+        inputs: Sequence[Array],
         op: AnyReduceOp = _SUM,
         *,
         async_op: bool = False,
@@ -374,8 +375,8 @@ class Collectives(Planning):
 
     def reduce_scatter_single(
         self,
-        output: torch.Tensor,
-        input: torch.Tensor,
+        output: Array,
+        input: Array,
         op: AnyReduceOp = _SUM,
         timeout: Timeout = None,
         *,
@@ -405,8 +406,8 @@ class Collectives(Planning):
 
     def reduce_scatter_single_coalesced(
         self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[Array],
+        inputs: Sequence[Array],
         op: AnyReduceOp = _SUM,
         timeout: Timeout = None,
         *,
@@ -438,8 +439,8 @@ class Collectives(Planning):
 
     def gather(
         self,
-        outputs: Sequence[torch.Tensor] | None,
-        input: torch.Tensor,
+        outputs: Sequence[Array] | None,
+        input: Array,
         root: int = 0,
         timeout: Timeout = None,
         *,
@@ -476,8 +477,8 @@ class Collectives(Planning):
 
     def scatter(
         self,
-        output: torch.Tensor,
-        inputs: Sequence[torch.Tensor] | None = None,
+        output: Array,
+        inputs: Sequence[Array] | None = None,
         root: int = 0,
         timeout: Timeout = None,
         *,
@@ -514,8 +515,8 @@ class Collectives(Planning):
 
     def all_to_all(
         self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[Array],
+        inputs: Sequence[Array],
         timeout: Timeout = None,
         *,
         async_op: bool = False,
@@ -548,8 +549,8 @@ class Collectives(Planning):
 
     def all_to_all_single(
         self,
-        output: torch.Tensor,
-        input: torch.Tensor,
+        output: Array,
+        input: Array,
         output_splits: Sequence[int] | None = None,
         input_splits: Sequence[int] | None = None,
         timeout: Timeout = None,

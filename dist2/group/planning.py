@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -11,7 +11,7 @@ from dist2.errors import InvalidUsageError
 from dist2.group.arrays import as_tensor
 from dist2.operation import validation as check
 from dist2.operation.aliasing import check_apart
-from dist2.operation.contract import GroupParts
+from dist2.operation.contract import Arguments, GroupParts
 from dist2.operation.execution import Tensors
 from dist2.operation.kinds import OpKind, Reduction
 from dist2.operation.plan_cache import Plan
@@ -26,8 +26,8 @@ class Planning(GroupParts):
         self,
         kind: OpKind,
         agreed: Hashable,
-        inputs: Tensors,
-        outputs: Tensors,
+        inputs: Arguments,
+        outputs: Arguments,
         *,
         reduction: Reduction | None = None,
         root: int | None = None,
@@ -123,7 +123,7 @@ class Planning(GroupParts):
             check.check_concatenation(whole, place, part, beside, self.info.world_size)
         return self._check_written(written, "outputs"), read
 
-    def _only_at_root(self, tensors: Tensors, argument: str, root: int) -> bool:
+    def _only_at_root(self, tensors: Sequence[object], argument: str, root: int) -> bool:
         """Whether this is the root, which alone may give a list."""
         if self.info.rank == root:
             return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dist2.group.arrays import as_tensor
+from dist2.group.arrays import Array, as_tensor
 from dist2.operation import validation as check
 from dist2.operation.contract import GroupParts
 from dist2.operation.execution import Tensors
@@ -27,7 +27,7 @@ class PointToPoint(GroupParts):
 
     def send(
         self,
-        tensor: torch.Tensor,
+        tensor: Array,
         dst: int,
         tag: int = 0,
         *,
@@ -67,7 +67,7 @@ class PointToPoint(GroupParts):
 
     def recv(
         self,
-        tensor: torch.Tensor,
+        tensor: Array,
         src: int | None = None,
         tag: int = 0,
         *,
@@ -102,7 +102,7 @@ class PointToPoint(GroupParts):
             plan = self._plan_p2p(_RECV, (), outputs, src, "src", tag)
         return self._run_p2p(plan, (), outputs, async_op, timeout)
 
-    def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work:
+    def isend(self, tensor: Array, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work:
         """Do `send` in the background.
 
         Args:
@@ -119,9 +119,7 @@ class PointToPoint(GroupParts):
         """
         return self.send(tensor, dst, tag, async_op=True, timeout=timeout)
 
-    def irecv(
-        self, tensor: torch.Tensor, src: int | None = None, tag: int = 0, *, timeout: Timeout = None
-    ) -> Work:
+    def irecv(self, tensor: Array, src: int | None = None, tag: int = 0, *, timeout: Timeout = None) -> Work:
         """Do `recv` in the background.
 
         Args:

@@ -58,11 +58,11 @@ if TYPE_CHECKING:
 @with_c10d_calls
 class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a method
     C10dApi,
+    ObjectCollectives,
+    Collectives,  # before the parts that declare the methods they call: type checkers take the first
+    PointToPoint,
     FaultTolerance,
     Subgroups,
-    ObjectCollectives,
-    Collectives,
-    PointToPoint,
     PreHooks,
     TorchProcessGroup,
 ):

@@ -1,4 +1,4 @@
-"""The types of the options of `new_group` are those that the backends take."""
+"""The types of arguments are those that the library takes: options of backends, and arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from dist2.backends.socket.options import SocketOptions
 from dist2.group import options
 
 OF_NCCL = [field.name for field in attrs.fields(NcclOptions) if field.name != "control"]
-SEEN = Path(__file__).parents[1] / "support/typed_calls.py"
+SUPPORT = Path(__file__).parents[1] / "support"
+SEEN = [str(SUPPORT / name) for name in ("typed_calls.py", "typed_arrays.py")]
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ def test_each_option_of_a_backend_has_a_type(typed: type, taken: set[str]) -> No
 
 @pytest.mark.exhaustive  # half a minute without a cache
 @pytest.mark.timeout(300)
-def test_a_type_checker_finds_wrong_options() -> None:
+def test_a_type_checker_finds_wrong_arguments() -> None:
     """Each wrong call has a comment that ignores its error; mypy reports comments that ignore nothing."""
-    report, errors, code = api.run(["--strict", str(SEEN)])
+    report, errors, code = api.run(["--strict", *SEEN])
     assert not code, report + errors
