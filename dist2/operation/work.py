@@ -332,6 +332,16 @@ class Work(TorchWork):
         else:
             self._pending.add_done_callback(lambda _: callback())
 
+    @property
+    def timeout(self) -> timedelta:
+        """The limit of the operation, as torch has it since 2.14.
+
+        Examples:
+            >>> pg.barrier(timeout=2.5).timeout
+            datetime.timedelta(seconds=2, microseconds=500000)
+        """
+        return timedelta(seconds=self.operation.timeout_s)
+
     def _get_duration(self) -> float:
         """Return how long it ran, in milliseconds (as c10d has it)."""
         return (self.operation.finished_ns - self.operation.started_ns) / 1e6

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ def test_it_is_a_work_in_every_respect(pg: ProcessGroup) -> None:
     assert called == [True]
     assert work.source_rank() == -1 and work._get_op_type() == whole(work)._get_op_type()
     assert repr(work) == repr(whole(work))
+    assert work.timeout == timedelta(seconds=pg._runner.timeout_s)
     for name in {each for each in vars(torch.distributed.Work) if not each.startswith("_pybind11_")}:
         assert hasattr(work, name), name
     with pytest.raises(AttributeError, match="nothing"):

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 import dist2
 from dist2 import GroupAbortedError, ProcessGroup, Store, Work
 from dist2.operation import work
-from dist2.operation.completed_work import whole
+from dist2.operation.completed_work import CompletedWork, whole
 from dist2.runtime import cpp_ownership as halves
 
 dist: Any = distributed  # stubs lack most of it
@@ -124,10 +124,13 @@ def test_a_work_that_only_cpp_holds_can_be_waited_for(call: Call) -> None:
 
 def test_the_reducer_divides_by_a_work_that_only_it_holds() -> None:
     def body(pg: ProcessGroup) -> None:
+        light = pg.all_reduce(
+            torch.ones(1)
+        )  # before the queue has a thread, which may still be leaving later
+        assert type(light) is CompletedWork
+        assert isinstance(light, Work)
         divides(pg, pg.all_reduce(torch.ones(1), async_op=True))
         divides(pg, pg.allreduce(torch.ones(1)))
-        light = pg.all_reduce(torch.ones(1))
-        assert isinstance(light, Work)
         with pytest.raises(TypeError, match="incompatible"):  # C++ takes those of c10d's names
             divides(pg, light)
         divides(pg, whole(light))
