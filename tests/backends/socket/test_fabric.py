@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import socket
 import struct
 import threading
@@ -359,6 +361,50 @@ def test_one_that_is_given_up_midway_arrives_as_it_was(make: Callable[[int], Wor
         lambda: got.extend(take(second, 0, nbytes) for nbytes in (PROMPT_BYTES, 5)),
     )
     assert got == [text_of(PROMPT_BYTES), b"after"]
+
+
+# Lack of memory
+
+
+class _Refused:
+    """A socket of which the kernel refuses some writes and reads for lack of memory."""
+
+    def __init__(self, sock: object, times: int) -> None:
+        self._sock = sock
+        self.left = times
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
+
+    def sendmsg(self, buffers: object) -> object:
+        return self._tried("sendmsg")(buffers)
+
+    def recv_into(self, buffer: object) -> object:
+        return self._tried("recv_into")(buffer)
+
+    def _tried(self, name: str) -> Any:
+        if self.left:
+            self.left -= 1
+            raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
+        return getattr(self._sock, name)
+
+
+@pytest.mark.parametrize("who", [0, 1], ids=["sender", "receiver"])
+def test_a_refused_write_or_read_is_tried_again_and_logged_once(
+    tcp: Callable[[int], World], who: int
+) -> None:
+    world = tcp(2)
+    first, second = world.group()
+    together(lambda: give(first, 1, b"x"), lambda: _expect(second, b"x"))
+    linkage = world.fabrics[who].linkage
+    (link,) = set(linkage.links.values())
+    refused = _Refused(link.sock, 3)
+    link.sock = refused  # type: ignore[assignment]
+    with logged() as records:
+        together(lambda: give(first, 1, text_of(LONG)), lambda: _expect(second, text_of(LONG)))
+    assert refused.left == 0
+    (told,) = [record["event"] for record in records if "tried again" in record["event"]]
+    assert "No buffer space available (ENOBUFS): raise the limits of memory" in told
 
 
 # Cancelling

@@ -14,7 +14,7 @@ from dist2.backends.socket.transport.links.presence import Presence
 from dist2.backends.socket.transport.links.ring import RingWriter
 from dist2.backends.socket.transport.links.rings import Rings
 from dist2.errors import AuthenticationError, WireError
-from dist2.runtime.resources import is_shortage
+from dist2.runtime.resources import is_shortage, shortage
 from dist2.runtime.tcp_keepalive import SILENT_LOOKS, is_silent
 from dist2.security.handshake import explanation
 from dist2.security.tls import socket_below
@@ -70,6 +70,7 @@ class Linkage:
         self._presence = presence
         self._linked = linked
         self._heartbeat_s = heartbeat_s
+        self._lacked: set[int | None] = set()
 
     def report_to(self, owner: LinkageOwner) -> None:
         """Set the receiver of events; once, before the first link."""
@@ -158,6 +159,7 @@ class Linkage:
             link.flush()
         except OSError as error:
             if is_shortage(error):  # nothing was written
+                self._note_shortage(error, "send")
                 link.wants_write = True
             else:
                 link.give_up_writing()
@@ -171,6 +173,12 @@ class Linkage:
             (self.full.add if link.wants_write else self.full.discard)(link)
             events = select.EPOLLIN | (select.EPOLLOUT if link.wants_write else 0)
             self._epoll.modify(link.fileno(), events)
+
+    def _note_shortage(self, error: OSError, call: str) -> None:
+        """Log that this process lacks a resource, once: a connection is tried again until it has some."""
+        if error.errno not in self._lacked:
+            self._lacked.add(error.errno)
+            log.warning("a connection waits, and is tried again: %s", shortage(error, call))
 
     def flush_all(self) -> None:
         """Write the queued frames of all links, as far as there is room."""
@@ -191,7 +199,9 @@ class Linkage:
         try:
             (read or link.read)()
         except (EOFError, OSError) as error:
-            if not (isinstance(error, OSError) and is_shortage(error)):  # then it is read again
+            if isinstance(error, OSError) and is_shortage(error):  # it is read again
+                self._note_shortage(error, "recv")
+            else:
                 self.hang_up(link, error)
         except AuthenticationError as error:  # a TLS listener says only now that it does not let us in
             self.refuse(link, error)
