@@ -495,7 +495,9 @@ class _Diagnostician:
         """Say which ranks of a cycle wait for which; where an operation is idle, where each rank is."""
         steps = self._told([*cycle, cycle[0]])
         if not self._is_idle(cycle):
-            return f"deadlock: {steps}"
+            owing = [self._owed(rank, self._edges[rank][other]) for rank, other in _steps(cycle)]
+            counts = "".join(f"; {text}" for text in owing) if all(owing) else ""  # else the culprit has them
+            return f"deadlock: {steps}{counts}"
         places = "; ".join(f"rank {rank}: {self._stands(rank)}" for rank in cycle[:4])
         return f"{places}; so this is no deadlock: {steps}"
 

@@ -215,6 +215,20 @@ def test_of_a_cycle_the_rank_that_made_fewer_calls_is_the_culprit() -> None:
     assert found.verdict[0].startswith("deadlock: ")
 
 
+def test_of_a_cycle_in_which_all_made_fewer_calls_the_counts_are_told() -> None:
+    receives = [operation(8, "recv", peer=1 - one) for one in range(2)]
+    answers = {
+        0: counted(rank(7, receives[0], ranks="0-1"), sent={"1/0": 7}),
+        1: counted(rank(7, receives[1], ranks="0-1"), received={"0/0": 7}),
+    }
+    found = diagnose(answers, AFTER_S)
+    assert found.culprits == ()
+    (told,) = found.verdict
+    assert told.startswith("deadlock: ")
+    assert "rank 0 has sent 7 messages to rank 1 in group group-w, which waits for the 8th" in told
+    assert "rank 1 has sent 0 messages to rank 0 in group group-w, which waits for the 1st" in told
+
+
 def test_a_receive_from_any_waits_for_all_others() -> None:
     found = diagnose({0: rank(0, operation(1, "recv")), 1: rank(0), 2: rank(0)}, AFTER_S)
     (waiting,) = found.waiting
