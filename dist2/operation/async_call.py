@@ -100,8 +100,10 @@ class AsyncCall:
 
     def fail(self, error: BaseException) -> None:
         """Give the error to those that wait."""
-        self._runner._poison(self._operation, error, self._inputs, self._outputs)
-        self.settle(error)
+        try:
+            self._runner._poison(self._operation, error, self._inputs, self._outputs)
+        finally:
+            self.settle(error)
 
     def settle(self, error: BaseException | None) -> None:
         """Complete the operation: first its record, then those that wait for it."""
@@ -109,7 +111,10 @@ class AsyncCall:
             self._runner._finished(self._operation)
             self._end(None)
         else:
-            self._end(self._runner._fail(self._operation, error))
+            try:
+                error = self._runner._fail(self._operation, error)
+            finally:
+                self._end(error)
 
     def forget(self) -> None:
         """Let go of the Work, which would keep this and the tensors alive until a collection."""

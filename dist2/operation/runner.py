@@ -419,8 +419,11 @@ class OperationRunner:
         self, operation: Operation, error: BaseException, inputs: Tensors, outputs: Tensors
     ) -> NoReturn:
         """Record and report an operation that failed in its caller's thread; raise its error."""
-        self._poison(operation, error, inputs, outputs)
-        raise self._fail(operation, error) from error.__cause__
+        try:
+            self._poison(operation, error, inputs, outputs)
+        finally:  # whatever is raised there: the record ends, and the group refuses later calls
+            failure = self._fail(operation, error)
+        raise failure from error.__cause__
 
     def _fail(self, operation: Operation, error: BaseException) -> BaseException:
         """Record and report a failure; return the error, with the operation's name and place filled in."""
@@ -433,8 +436,10 @@ class OperationRunner:
             locate(error, operation)
         operation.error = error
         operation.finished_ns = monotonic_ns()
-        self._break(operation, error)
-        DISPATCH.finished(operation)
+        try:
+            self._break(operation, error)
+        finally:
+            DISPATCH.finished(operation)
         self._tell_hooks(operation)
         return error
 

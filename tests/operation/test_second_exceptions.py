@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
-from support.exceptions import Raised
-from support.instruments import backend_does
+from support.exceptions import MarkedError, Raised
+from support.instruments import Told, backend_does
 
 import dist2
 from dist2 import ProcessGroup
+from dist2.errors import Dist2Error
 from dist2.operation import runner
-from dist2.operation.instruments import tell
+from dist2.operation.instruments import add_instrument, tell
+from dist2.operation.record import State
 
 
 @pytest.fixture
@@ -42,6 +45,10 @@ def test_a_handler_of_an_instruments_failure_that_fails_keeps_that_in_its_contex
     assert raised.alive() == []
 
 
+def reduce_later(pg: ProcessGroup) -> None:
+    pg.all_reduce(torch.ones(2), async_op=True).wait()
+
+
 @pytest.mark.parametrize("call", [reduce, send])
 def test_what_noting_a_failure_raises_keeps_the_failure_in_its_context(
     pg: ProcessGroup, call: Callable[[ProcessGroup], None], monkeypatch: pytest.MonkeyPatch
@@ -51,6 +58,30 @@ def test_what_noting_a_failure_raises_keeps_the_failure_in_its_context(
     poisoning_raises(pg, raised, monkeypatch)
     assert raised.chain_of(call, pg) == ["second", "first"]
     assert raised.alive() == []
+
+
+@pytest.mark.parametrize("call", [reduce, send, reduce_later])
+@pytest.mark.parametrize("where", ["poisoning", "breaking"])
+def test_an_operation_ends_and_breaks_its_group_though_noting_its_failure_fails(
+    pg: ProcessGroup, call: Callable[[ProcessGroup], None], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised, told = Raised(), Told()
+    backend_does(pg, raised.raising("first"))
+    remove = add_instrument(told)
+    with monkeypatch.context() as patched:
+        if where == "poisoning":
+            poisoning_raises(pg, raised, patched)
+        else:
+            patched.setattr(pg._runner, "on_failure", raised.raising("second"))
+        with suppress(MarkedError):
+            call(pg)
+    remove()
+    assert [(event, state) for event, state, _ in told.events] == [
+        ("started", State.SCHEDULED),
+        ("finished", State.FAILED),
+    ]
+    with pytest.raises(Dist2Error, match="cannot be used any more"):
+        pg.all_reduce(torch.ones(2))
 
 
 def test_an_aborted_group_is_released_though_noting_a_failure_fails(

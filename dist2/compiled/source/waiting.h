@@ -42,7 +42,7 @@ take_lock(Lock *lock)
 #define YIELD_NS 1000000     /* how long a waiter yields before it sleeps, */
 #define SLOW_YIELD_NS 200000 /* unless yields take longer, one after the other: another process needs the core */
 
-/* A wait for a socket; the counterpart is `Yielding` in transport/spinning.py. */
+/* A wait for a socket. */
 typedef struct {
     long long since_ns; /* the time since when nothing has moved; 0: bytes have just moved */
     int slow;           /* yields in a row */
