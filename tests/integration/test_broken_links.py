@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -98,6 +99,37 @@ def test_a_reset_connection_between_hosts_is_no_death_and_settled_in_one_way(
             assert kind is PeerLostError
             assert "consider this rank lost" in text
     for result in results:
+        in_time(result["took_s"], TOLD_S)
+
+
+def _fail_to_connect(pg: ProcessGroup) -> dict[str, Any]:
+    """Have rank 1 fail to connect to rank 2, once; all are told."""
+    backend = pg.backend
+    assert isinstance(backend, SocketBackend)
+    connector = backend.endpoint._fabric.courier._connector
+
+    def refuse(*_: object) -> socket.socket:
+        del connector._connect  # the method is back
+        raise PeerLostError("the process cannot be reached: Network is unreachable")
+
+    if pg.rank() == 1:
+        connector._connect = refuse  # type: ignore[method-assign, assignment]  # as a route that is gone for a moment
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: pg.all_reduce(torch.ones(4)),
+        lambda: pg.send(torch.ones(1), 2),
+        lambda: pg.recv(torch.ones(1), 1),
+    )
+    error, took_s = caught(PeerLostError, calls[pg.rank()])
+    return {"text": str(error), "ranks": error.ranks, "took_s": took_s}
+
+
+def test_a_failed_attempt_to_connect_is_told_to_all_ranks() -> None:
+    results = run_ranks(3, _fail_to_connect, Tenant("hosts", "socket", layout=(0, 1, 2)))
+    assert "rank 1 lost the connection to it (the process cannot be reached: Network is" in results[0]["text"]
+    assert "Network is unreachable" in results[1]["text"]
+    assert [result["ranks"] for result in results] == [(2,), (2,), (1,)]
+    for result in results:
+        assert "died" not in result["text"]
         in_time(result["took_s"], TOLD_S)
 
 

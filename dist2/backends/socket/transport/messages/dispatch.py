@@ -69,7 +69,7 @@ class Dispatch:
         elif refusal is None:
             refusal = self._unreachable(mailbox, sending.peer, sending.tagged)
             if isinstance(refusal, PeerLostError):
-                self._presence.suspect(mailbox.fabric_ids[sending.peer], str(refusal.__cause__))
+                self._presence.cut_off(mailbox.fabric_ids[sending.peer], str(refusal.__cause__))
         if refusal is not None:
             self._outcomes.finish(sending, refusal)
         elif sending.peer == mailbox.rank:
