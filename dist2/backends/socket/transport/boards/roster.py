@@ -32,9 +32,8 @@ from dist2.runtime.rank_names import RANKS, RankNames
 
 _OPEN, _CLOSED, _ABORTED, _REVOKED, _TIMED_OUT = 0, 1, 2, 3, 4
 _INSIDE = (_OPEN, _TIMED_OUT)
-_STATE_BITS = (
-    8  # above them, the revoking rank; or the missing one plus 1, and above it the operation's number
-)
+_STATE_BITS = 8
+# Above them: the revoking rank; or the missing rank plus 1, and above it the operation's number.
 _STATE_MASK = (1 << _STATE_BITS) - 1
 _RANK_BITS, _SEQ_BITS = 16, 40
 
