@@ -46,15 +46,24 @@ class Missing:
         last: The last it did in that group: ``barrier #201 at job.py:18``; empty where unknown.
         stands: Where its main thread stands, or why it does not answer.
         answers: Whether it answered.
+        place: ``rank 1 of tp, host a, pid 4711``, where its rank in the group differs; else empty.
     """
 
     rank: int
     last: str
     stands: str
     answers: bool
+    place: str = ""
 
     def __str__(self) -> str:
-        return f"rank {self.rank} ({f'last seen: {self.last}' if self.last else self.stands})"
+        return self.name if self.last else f"{self.name} ({self.stands})"
+
+    @property
+    def name(self) -> str:
+        """Its rank, with its place and the last that it did, where these are known."""
+        known = [self.place, f"last seen: {self.last}" if self.last else ""]
+        beside = "; ".join(filter(None, known))
+        return f"rank {self.rank} ({beside})" if beside else f"rank {self.rank}"
 
 
 @attrs.frozen
@@ -173,13 +182,27 @@ def waiting_in(document: dict[str, Any]) -> tuple[Waiting, ...]:
             ranks=tuple(map(int, each["ranks"])),
             age_s=float(each["age_s"]),
             missing=tuple(
-                Missing(int(one["rank"]), str(one["last"]), str(one["stands"]), bool(one["answers"]))
+                Missing(
+                    int(one["rank"]),
+                    str(one["last"]),
+                    str(one["stands"]),
+                    bool(one["answers"]),
+                    str(one.get("place", "")),  # incidents of earlier versions have none
+                )
                 for one in each["missing"]
             ),
             more=int(each["more"]),
         )
         for each in document["waiting"]
     )
+
+
+def _place_of(rank: int, state: State, uid: str) -> str:
+    """Return where a rank is in a group, if its rank there is another one; else an empty text."""
+    group = state["groups"].get(uid)
+    if group is None or group.get("rank", rank) == rank:
+        return ""
+    return f"rank {group['rank']} of {group['name']}, host {state['host']}, pid {state['pid']}"
 
 
 def key_of(operation: State, rank: int) -> Key:
@@ -357,7 +380,8 @@ class _Diagnostician:
             answer = self._answers.get(rank)
             why = "it is unknown" if answer is None else answer.why_silent
             return Missing(rank, "", why, answers=False)
-        return Missing(rank, self._last(state, uid), self._stands(rank), answers=True)
+        last, place = self._last(state, uid), _place_of(rank, state, uid)
+        return Missing(rank, last, self._stands(rank), answers=True, place=place)
 
     def _last(self, state: State, uid: str) -> str:
         group = state["groups"].get(uid)
@@ -399,8 +423,7 @@ class _Diagnostician:
         waits.sort(key=lambda each: -len(each.ranks))
         first = waits[0]
         (missing,) = (missing for missing in first.missing if missing.rank == rank)
-        last = f" (last seen: {missing.last})" if missing.last else ""
-        alone = f"rank {rank}{last} is waited for by {named(first.ranks)} in {first.title}"
+        alone = f"{missing.name} is waited for by {named(first.ranks)} in {first.title}"
         others = "".join(f", by {named(each.ranks)} in {each.title}" for each in waits[1:MAX_TOLD])
         more = f" and in {len(waits) - MAX_TOLD} more operations" if len(waits) > MAX_TOLD else ""
         found = (self._owed(caller, each) for each in waits for caller in each.ranks)

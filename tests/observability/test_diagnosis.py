@@ -89,6 +89,19 @@ def test_the_sentence_about_a_culprit_says_which_ranks_are_in_which_operation() 
     assert "of group group-h for 10.0 s: " in told
 
 
+def test_a_rank_with_another_rank_in_its_group_is_told_with_both() -> None:
+    waiting = operation(5)
+    late = rank(4, ranks="1-2", host="a", pid=4711)
+    assert late.state is not None
+    late.state["groups"]["w"]["rank"] = 1
+    answers = {1: rank(5, waiting, ranks="1-2"), 2: late}
+    found = diagnose(answers, AFTER_S)
+    who = "rank 2 (rank 1 of group-w, host a, pid 4711; last seen: all_reduce #4 at job.py:4)"
+    assert found.verdict[0].startswith(f"{who} is waited for by rank 1 in all_reduce #5 of group group-w")
+    assert found.waiting[0].sentence() == f"all_reduce #5 of group group-w waits for {who} for 10.0 s"
+    assert waiting_in(found.document()) == found.waiting
+
+
 def test_a_call_that_is_no_operation_is_told_once_it_takes_long() -> None:
     def inside(for_s: float) -> Answer:
         main = {"place": "job.py:9 in main", "inside": "dist2's new_group", "exception": None, "for_s": for_s}
