@@ -11,10 +11,10 @@ from dist2.errors import InvalidUsageError
 from dist2.group.arrays import as_tensor
 from dist2.operation import validation as check
 from dist2.operation.aliasing import check_apart
-from dist2.operation.contract import Arguments, GroupParts
+from dist2.operation.contract import GroupParts
 from dist2.operation.execution import Tensors
 from dist2.operation.kinds import OpKind, Reduction
-from dist2.operation.plan_cache import Plan
+from dist2.operation.plan_cache import Arguments, Plan
 from dist2.operation.signature import Signature, TensorMeta
 from dist2.runtime.arguments import check_rank
 

@@ -6,31 +6,15 @@ each knows these attributes and nothing of the class that puts them together or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
 
-from dist2.operation.kinds import OpKind
-from dist2.operation.plan_cache import Plan
+from dist2.operation.plan_cache import Arguments, Plan, Plans
 from dist2.operation.runner import OperationRunner, Timeout
 from dist2.operation.signature import GroupInfo
 from dist2.operation.work import Work
 from dist2.runtime.deadline import seconds
 
-Arguments = Sequence[Any]
-"""Arguments of an operation as they were given: tensors, or arrays, which are checked if no plan is found."""
 Run = Callable[[Plan, Arguments, Arguments, bool, Timeout], Work]
-
-
-class FindsPlans(Protocol):
-    """`Plans`, for arguments that may be arrays: those are never found."""
-
-    def find(self, kind: OpKind, agreed: Hashable, inputs: Arguments, outputs: Arguments) -> Plan | None: ...
-
-    def keep(
-        self, kind: OpKind, agreed: Hashable, inputs: Arguments, outputs: Arguments, plan: Plan
-    ) -> None: ...
-
-    def clear(self) -> None: ...
 
 
 class GroupParts:
@@ -46,7 +30,7 @@ class GroupParts:
     _runner: OperationRunner
     _direct_runner: OperationRunner | None
     """The runner, unless calls have to go by `_run` and `_run_p2p`: to hooks, say."""
-    _plans: FindsPlans
+    _plans: Plans
     _run: Run
     _run_p2p: Run
 

@@ -8,6 +8,7 @@ where torch cannot be read in C (before 2.10), are found by attributes of the te
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 from cython.cimports.dist2.operation.lanes import lane_of
@@ -26,7 +27,8 @@ check_built(__name__, __file__)
 MAX_PLANS = 4096
 """Plans kept a group; programs with ever-changing shapes start over when it is full."""
 
-Tensors = Sequence[torch.Tensor]
+Arguments = Sequence[Any]
+"""Arguments of an operation as they were given: tensors, or arrays, for which no plan is found."""
 
 
 class Plan:
@@ -54,7 +56,7 @@ class AnyPlans:
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def find(self, kind: OpKind, agreed: Hashable, inputs: Tensors, outputs: Tensors) -> Plan | None:
+    def find(self, kind: OpKind, agreed: Hashable, inputs: Arguments, outputs: Arguments) -> Plan | None:
         """Return the plan of a call like one that was kept; None where there is none.
 
         Args:
@@ -69,7 +71,7 @@ class AnyPlans:
         except TypeError:
             return None
 
-    def keep(self, kind: OpKind, agreed: Hashable, inputs: Tensors, outputs: Tensors, plan: Plan) -> None:
+    def keep(self, kind: OpKind, agreed: Hashable, inputs: Arguments, outputs: Arguments, plan: Plan) -> None:
         """Keep a plan for calls like this one, which was found to be valid."""
         key = _key(kind, agreed, inputs, outputs)
         if key is not None:
@@ -79,7 +81,7 @@ class AnyPlans:
         """Let go of all."""
         self._by_key.clear()
 
-    def plain(self, inputs: Tensors, outputs: Tensors) -> bool:
+    def plain(self, inputs: Arguments, outputs: Arguments) -> bool:
         """Return False: here it is not asked whether tensors are plain; see `Plans.plain`."""
         return False
 
@@ -94,12 +96,12 @@ class Plans:
     def __len__(self) -> int:
         return len(self.keyed.plans) + len(self._others)
 
-    def find(self, kind: OpKind, agreed: Hashable, inputs: Tensors, outputs: Tensors) -> Plan | None:
+    def find(self, kind: OpKind, agreed: Hashable, inputs: Arguments, outputs: Arguments) -> Plan | None:
         """Return the plan of a call like one that was kept; None where there is none: as `AnyPlans.find`."""
         found: Plan | None = self.keyed.find(kind, agreed, inputs, outputs)
         return self._others.find(kind, agreed, inputs, outputs) if found is None else found
 
-    def keep(self, kind: OpKind, agreed: Hashable, inputs: Tensors, outputs: Tensors, plan: Plan) -> None:
+    def keep(self, kind: OpKind, agreed: Hashable, inputs: Arguments, outputs: Arguments, plan: Plan) -> None:
         """Keep a plan for calls like this one, which was found to be valid."""
         if not self.keyed.keep(kind, agreed, inputs, outputs, plan):
             self._others.keep(kind, agreed, inputs, outputs, plan)
@@ -109,7 +111,7 @@ class Plans:
         self.keyed.clear()
         self._others.clear()
 
-    def plain(self, inputs: Tensors, outputs: Tensors) -> bool:
+    def plain(self, inputs: Arguments, outputs: Arguments) -> bool:
         """Whether a plan that is kept for these tensors is only ever found with plain ones.
 
         Those are contiguous and neither lazily conjugated nor lazily negated. Without keys that is not asked.
@@ -117,7 +119,7 @@ class Plans:
         return bool(self.keyed.takes(inputs, outputs))
 
 
-def _key(kind: OpKind, agreed: Hashable, inputs: Tensors, outputs: Tensors) -> Hashable:
+def _key(kind: OpKind, agreed: Hashable, inputs: Arguments, outputs: Arguments) -> Hashable:
     """Return the key of a call; None (never a key) if an entry is not a tensor."""
     if not (isinstance(inputs, (list, tuple)) and isinstance(outputs, (list, tuple))):
         return None  # iterating would use up a generator, and cut up a tensor
