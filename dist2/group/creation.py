@@ -130,7 +130,7 @@ def new_group(
     checks_nan = environment_flag(_NAN_CHECK, False) if check_nan is None else check_nan
     factory = None if registered_factory(backend) is not None else builtin_factory(backend)
     if verified:
-        check_completes_on_host(backend, verified, not getattr(factory, "natively_async", False))
+        check_completes_on_host(backend, verified, getattr(factory, "natively_async", False))
     if config.instruments:
         dispatch.load_defaults()
     alone = not getattr(factory, "has_peers", True)  # its other ranks do not exist

@@ -75,18 +75,18 @@ def check_verify(verify: object) -> int:
     return every
 
 
-def check_completes_on_host(backend: str, verify: int, completes: bool) -> None:
+def check_completes_on_host(backend: str, verify: int, natively_async: bool) -> None:
     """Refuse to verify results that nothing on the host can read when their operation returns.
 
     Args:
         backend: The name of the group's backend.
         verify: Which of the operations are to be verified.
-        completes: Whether the backend completes operations on the host.
+        natively_async: Whether the backend completes operations on the device: see `Backend`.
 
     Raises:
-        InvalidUsageError: It does not.
+        InvalidUsageError: It does.
     """
-    if not completes:
+    if natively_async:
         raise InvalidUsageError(
             f"verify={verify} needs a backend that completes operations on the host, such as 'socket'; "
             f"{backend!r} completes them on the device"
@@ -108,7 +108,7 @@ class Verifier:
 
     def __init__(self, planning: Planning, spec: GroupSpec, refuse: Callable[[BaseException], None]) -> None:
         runner = planning._runner
-        check_completes_on_host(spec.info.backend, spec.verify, not runner.backend.natively_async)
+        check_completes_on_host(spec.info.backend, spec.verify, runner.backend.natively_async)
         self._planning = planning
         self._spec = spec
         self._refuse = refuse

@@ -240,7 +240,7 @@ def check(device: torch.device, options: Mapping[str, object]) -> None:
 
 
 create.check = check  # type: ignore[attr-defined]  # found by `new_group`
-create.natively_async = True  # type: ignore[attr-defined]  # as above
+create.natively_async = NcclBackend.natively_async  # type: ignore[attr-defined]  # as above
 
 
 def _platform(device: torch.device, options: NcclOptions) -> tuple[Device, Library]:
