@@ -427,8 +427,8 @@ class OperationRunner:
 
     def _fail(self, operation: Operation, error: BaseException) -> BaseException:
         """Record and report a failure; return the error, with the operation's name and place filled in."""
-        told = (GroupRevokedError, OperationTimeoutError, PeerLostError)
-        if isinstance(error, told) and error.seq is None:
+        shared = (GroupRevokedError, OperationTimeoutError, PeerLostError)  # one object fails several calls
+        if isinstance(error, shared) and error.seq is None:
             error = own(error)
         if isinstance(error, Dist2Error):
             if error.seq != operation.seq:  # else it was raised for this operation, and names it
