@@ -17,6 +17,15 @@ from typing import Any
 import attrs
 import torch
 
+from dist2.errors import (
+    CorruptionError,
+    Dist2Error,
+    GroupAbortedError,
+    GroupRevokedError,
+    MismatchError,
+    OperationTimeoutError,
+    PeerLostError,
+)
 from dist2.group.open_groups import open_groups
 from dist2.operation.signature import GroupInfo
 from dist2.runtime.config import shown_environment
@@ -36,6 +45,15 @@ DUMPED = 512
 """Operations of a dump and of the trace, at most: to write more would hold up the error that is raised."""
 LOOKED_AT = 4
 """Other ranks whose processes are looked at, which may take a second each."""
+SHARED = (
+    CorruptionError,
+    GroupAbortedError,
+    GroupRevokedError,
+    MismatchError,
+    OperationTimeoutError,
+    PeerLostError,
+)
+"""Errors that ranks raise together: a rank that raises one is not the cause for that."""
 DUMP = "flight_"
 """Prefix of the dumps for torchfrtrace, which end with the rank."""
 
@@ -116,11 +134,15 @@ def _show_raised(state: dict[str, Any], error: BaseException) -> None:
 
 
 def _error(error: BaseException) -> dict[str, Any]:
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, Dist2Error):
+        cause = cause.__cause__ or cause.__context__
     return {
         "type": type(error).__name__,
         "message": str(error)[:2000],
         "traceback": "".join(traceback.format_exception(error))[-20_000:],
         "blames": blamed(error),
+        "shared": isinstance(cause, SHARED),
     }
 
 

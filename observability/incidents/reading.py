@@ -20,7 +20,8 @@ from observability.job.documents import job_document, stack_rows
 NO_PART = "it left no part in this incident"
 AFTER_S = 0.0
 """Operations of any age count: a rank that failed was inside."""
-_AGES = re.compile(r"\d[\d.]* s\b")
+_OWN = re.compile(r"\d[\d.]* s\b|\(this is rank \d+\)")
+"""Parts of a message in which ranks with one failure differ."""
 
 
 class NoIncidentError(ValueError):
@@ -102,8 +103,8 @@ class Incident:
         alike: dict[tuple[str, str], list[int]] = defaultdict(list)
         words: dict[tuple[str, str], str] = {}
         for rank, part in self.failures.items():
-            error = part["error"] or {"type": "failure", "message": part["why"]}
-            key = error["type"], _AGES.sub("", error["message"])
+            error = part["error"] or {"type": "failure", "message": part["why"], "shared": False}
+            key = error["type"], _OWN.sub("", error["message"])
             alike[key].append(rank)
             words.setdefault(key, f"{error['type']}: {error['message']}{_place(error)}")
         for key, ranks in sorted(alike.items(), key=lambda pair: (len(pair[1]), pair[1])):
@@ -112,7 +113,7 @@ class Incident:
     def _causes(self) -> set[int]:
         """Return the ranks that failed by themselves, or else those that others blame and that blame none."""
         errors = {rank: part["error"] for rank, part in self.failures.items() if part["error"]}
-        alone = {rank for rank, error in errors.items() if not error["blames"] and not _is_ours(error)}
+        alone = {rank for rank, error in errors.items() if not error["blames"] and not error["shared"]}
         blamed = {int(each) for error in errors.values() for each in error["blames"]}
         return alone or {rank for rank in blamed if rank not in errors or not errors[rank]["blames"]}
 
@@ -120,15 +121,10 @@ class Incident:
 def _place(error: dict[str, Any]) -> str:
     """Return where an uncaught error was raised; empty if that is in the message."""
     found = re.findall(r'(?m)^  File "(.+?)", line (\d+), in (\S+)', error.get("traceback", ""))
-    if not found or _is_ours(error):
+    if not found or error["shared"]:
         return ""
     file, line, function = found[-1]
     return f", raised at {Path(file).name}:{line} in {function}"
-
-
-def _is_ours(error: dict[str, Any]) -> bool:
-    """Whether an error is of an operation, whose message has the place of the call."""
-    return " in group " in error["message"]
 
 
 def _parts(path: Path, kind: str) -> dict[int, dict[str, Any]]:

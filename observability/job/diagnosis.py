@@ -30,6 +30,8 @@ from observability.job.rank_text import named, ranks_of
 Key = tuple[str, int, bool, int]
 """An operation of the job: uid of its group, number, whether it is a message, the rank of a message or -1."""
 
+DIST2S = "dist2's "
+"""Beginning of the name of a function of dist2 that user code has called."""
 MAX_TOLD = 3
 """Operations that are named in the sentence about one rank."""
 MAX_WAITS = 256
@@ -70,6 +72,8 @@ class Missing:
 class Waiting:
     """An operation that some ranks are inside of, and the ranks that it waits for.
 
+    Where no operation waits, also another call of dist2 that most ranks are in; it has no group.
+
     Attributes:
         key: Which one.
         group: Name of its group.
@@ -95,6 +99,8 @@ class Waiting:
     @property
     def title(self) -> str:
         """The operation in words."""
+        if not self.group:
+            return f"{self.op} at {self.where}"
         return f"{self.op} #{self.key[1]} of group {self.group}"
 
     def sentence(self, age_s: float | None = None) -> str:
@@ -255,12 +261,16 @@ class _Diagnostician:
         verdict += divergences
         verdict += self._stuck_inside(waiting)
         verdict += [f"rank {rank}: {each.why_silent}" for rank, each in silent.items() if rank not in blamed]
-        verdict += self._building() if not waiting else ()
+        calls = [each for each in self._other_calls() if each.missing] if not waiting else []
+        verdict += map(self._told_call, calls)
+        # A call of a few ranks may be theirs alone.
+        of_most = [each for each in calls if len(each.missing) + each.more < len(each.ranks)]
+        self._apart += [missing.rank for each in of_most for missing in each.missing]
         culprits = sorted({*blamed, *odd, *unwell, *self._apart})
         return Diagnosis(
             verdict=tuple(verdict),
             culprits=tuple(culprits),
-            waiting=tuple(waiting),
+            waiting=tuple(waiting or of_most),
             chains=tuple(self._chains(blamed)),
             cycles=tuple(self._told([*cycle, cycle[0]]) for cycle in found if not self._is_idle(cycle)),
             divergences=divergences,
@@ -491,28 +501,40 @@ class _Diagnostician:
         where, there = (f" at {each.where}" if each.where else "" for each in (mine, main))
         return f"rank {rank} is in {mine.title}{where}, while {named(main.ranks)} are in {main.title}{there}"
 
-    def _building(self) -> Iterator[str]:
-        """Say which ranks are in a call of dist2 that is no operation, such as the making of a group.
-
-        The ranks outside of it are culprits if they are fewer: a call of a few ranks may be theirs alone.
-        """
+    def _other_calls(self) -> list[Waiting]:
+        """Return the calls of dist2 that ranks are in and that are no operation, such as `new_group`."""
         inside: dict[tuple[str, str], list[int]] = defaultdict(list)
         for rank, state in self._states.items():
             main = state["main"]
-            is_ours = str(main["inside"]).startswith("dist2's ")
+            is_ours = str(main["inside"]).startswith(DIST2S)
             if is_ours and not state["in_flight"] and main["for_s"] >= self._after_s:
                 inside[main["inside"], main["place"]].append(rank)
-        for (function, place), ranks in inside.items():
-            outside = sorted({*self._answers} - set(ranks))
-            if outside:
-                if len(outside) < len(ranks):
-                    self._apart += outside
-                others = "; ".join(
-                    f"rank {rank}: {self._stands(rank) if rank in self._states else 'no answer'}"
-                    for rank in outside[:4]
-                )
-                verb = "is" if len(ranks) == 1 else "are"
-                yield f"{named(ranks)} {verb} in {function}, called at {place}; {others}"
+        return [self._call_of(*call, ranks) for call, ranks in inside.items()]
+
+    def _call_of(self, function: str, place: str, ranks: list[int]) -> Waiting:
+        """Return a call as an operation without a group, which waits for the ranks outside of it."""
+        states = [self._states[rank] for rank in ranks]
+        outside = sorted({*self._answers} - set(ranks))
+        return Waiting(
+            key=(f"{function} at {place}", max(len(each["groups"]) for each in states), False, -1),
+            group="",
+            op=function,
+            call=function,
+            where=place,
+            ranks=tuple(ranks),
+            age_s=max(each["main"]["for_s"] for each in states),
+            missing=tuple(
+                attrs.evolve(self._describe(rank, ""), last="", place="") for rank in outside[:MAX_MISSING]
+            ),
+            more=max(0, len(outside) - MAX_MISSING),
+        )
+
+    def _told_call(self, call: Waiting) -> str:
+        others = "; ".join(
+            f"rank {each.rank}: {each.stands if each.answers else 'no answer'}" for each in call.missing[:4]
+        )
+        verb = "is" if len(call.ranks) == 1 else "are"
+        return f"{named(call.ranks)} {verb} in {call.op}, called at {call.where}; {others}"
 
     def _told_cycle(self, cycle: list[int]) -> str:
         """Say which ranks of a cycle wait for which; where an operation is idle, where each rank is."""

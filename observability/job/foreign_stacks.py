@@ -225,9 +225,9 @@ def _by_signal(pid: int) -> View | None:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process would handle a signal later only."""
+    """Whether no thread of a process handles a signal: in state D the main thread alone handles none."""
     stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
-    return stat.split()[0] in "TtDZX"
+    return stat.split()[0] in "TtZX"
 
 
 def _written(memory: int) -> str:

@@ -146,6 +146,8 @@ def _place(frame: FrameType) -> str:
 
 def _thread(ident: int, frame: FrameType, thread: threading.Thread | None, handled: object) -> dict[str, Any]:
     at: FrameType | None = frame
+    while ident == threading.get_ident() and at is not None and _is_of_this_look(at):
+        at = at.f_back
     frames: list[dict[str, Any]] = []
     while at is not None and len(frames) < MAX_FRAMES:
         code = at.f_code
@@ -158,6 +160,11 @@ def _thread(ident: int, frame: FrameType, thread: threading.Thread | None, handl
         "exception": _words(handled),
         "frames": frames,
     }
+
+
+def _is_of_this_look(frame: FrameType) -> bool:
+    """Whether a frame of the thread that reads the stacks is there only for that."""
+    return frame.f_code.co_filename.startswith(_OBSERVABILITY)
 
 
 def _words(handled: object) -> str | None:

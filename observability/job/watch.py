@@ -29,7 +29,7 @@ from dist2.operation.record import Operation
 from observability.client import Asker
 from observability.flight_recorder import global_rank
 from observability.job.answer import RANK_S
-from observability.job.diagnosis import Key, Waiting, waiting_in
+from observability.job.diagnosis import DIST2S, Key, Waiting, waiting_in
 from observability.job.directory import hubs_of
 from observability.job.foreign_stacks import memory
 from observability.job.member import Member, entry_of
@@ -168,19 +168,17 @@ class Watch:
     def look(self) -> None:
         """Look once."""
         now_ns = time.monotonic_ns()
-        memory.note(self._member.witness.look()["place"])
+        main, in_flight = self._member.witness.look(), self._member.witness.in_flight()
+        memory.note(main["place"])
         self._waiting_log.look(self._member.rank)
-        old = [
-            each
-            for each in self._member.witness.in_flight()
-            if now_ns - each.created_ns >= self.after_s * 1e9
-        ]
-        if not old:
+        old = [each for each in in_flight if now_ns - each.created_ns >= self.after_s * 1e9]
+        in_other_call = str(main["inside"]).startswith(DIST2S) and not in_flight
+        if not old and not (in_other_call and main["for_s"] >= self.after_s):
             self._all_went_on()
             return
         known = {wait.operation: wait.found for wait in self.waits}
         self.waits = tuple(Wait(each, self._key(each), known.get(each)) for each in old)
-        if any(wait.found is None for wait in self.waits) or time.monotonic() >= self._next_ask:
+        if not old or any(wait.found is None for wait in self.waits) or time.monotonic() >= self._next_ask:
             self._find_out()
 
     def _all_went_on(self) -> None:

@@ -111,9 +111,13 @@ def test_a_call_that_is_no_operation_is_told_once_it_takes_long() -> None:
     found = diagnose({0: inside(1.5), 1: rank(4), 2: rank(4)}, AFTER_S)
     (told,) = found.verdict
     assert told.startswith("rank 0 is in dist2's new_group, called at job.py:9 in main; rank 1: ")
-    assert found.culprits == ()
+    assert (found.culprits, found.waiting) == ((), ()), "it may be of rank 0 alone"
     found = diagnose({0: inside(1.5), 1: rank(4), 2: inside(1.5)}, AFTER_S)
     assert found.culprits == (1,), "most ranks are in it"
+    (waiting,) = found.waiting
+    assert (waiting.ranks, [each.rank for each in waiting.missing]) == ((0, 2), [1])
+    assert waiting.sentence().startswith("dist2's new_group at job.py:9 in main waits for rank 1 (")
+    assert waiting_in(found.document()) == found.waiting
 
 
 def test_a_member_that_was_too_slow_to_answer_is_no_culprit_beside_one_that_is_missing() -> None:
