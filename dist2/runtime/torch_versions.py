@@ -186,6 +186,13 @@ def profiling_all_threads() -> dict[str, Any]:
         return {}
 
 
+def describe_trace(name: str, document: str) -> None:
+    """Add a document to the trace that torch's profiler makes; do nothing if torch has no such function."""
+    add = getattr(torch.autograd, "_add_metadata_json", None)
+    if add is not None:
+        add(name, document)
+
+
 def time_estimator(pg: object, device: torch.device) -> Any:
     """Return torch's block in which operations of a group are estimated instead of run.
 

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from dist2 import ProcessGroup
 from dist2.operation.instruments import dispatch
-from dist2.operation.profiling import ProfilerRanges
+from dist2.operation.profiling import ProfilerRanges, job_of
 
 INPROC = Tenant("inproc", "socket", {"transport": "inproc"})
 
@@ -73,6 +73,34 @@ def test_a_profile_shows_operations_until_they_are_complete(tmp_path: Path) -> N
 
     run_ranks(2, body, INPROC)
     assert not any(isinstance(each, ProfilerRanges) for each in dispatch.instruments)  # nothing is left
+
+
+def test_a_trace_has_the_rank_that_readers_of_several_traces_need(tmp_path: Path) -> None:
+    world = FakeGroup(info_of(1, 4, name="world"))
+    part = FakeGroup(info_of(0, 2, uid="part", name="tp", desc="tensor parallel", global_ranks=(1, 3)))
+    for trace in range(2):  # the second one begins before an operation has ended since the first
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            part.run()
+            world.run()
+        profiled.export_chrome_trace(str(tmp_path / f"{trace}.json"))
+        described = json.loads((tmp_path / f"{trace}.json").read_text())["distributedInfo"]
+        assert (described["rank"], described["world_size"], described["backend"]) == (1, 4, "socket")
+    assert job_of([part.info, world.info])["pg_config"] == [
+        {
+            "pg_name": "world",
+            "pg_desc": "world",
+            "backend_config": "socket",
+            "pg_size": 4,
+            "ranks": [0, 1, 2, 3],
+        },
+        {
+            "pg_name": "tp",
+            "pg_desc": "tensor parallel",
+            "backend_config": "socket",
+            "pg_size": 2,
+            "ranks": [1, 3],
+        },
+    ]
 
 
 def test_a_range_that_cannot_be_opened_breaks_no_operation(monkeypatch: pytest.MonkeyPatch) -> None:
