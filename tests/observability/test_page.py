@@ -1,4 +1,4 @@
-"""The page in a real browser: during a run and a hang, after a time-out, and when the server has gone."""
+"""The page in a real browser: during a run and hangs, after a time-out, and when the server has gone."""
 
 from __future__ import annotations
 
@@ -122,9 +122,13 @@ LATE = {"group": "world", "late_s": 0.004, "share": 0.01, "operations": 10}
 
 @attrs.define(eq=False)
 class Job:
-    """Ranks that work until the test says otherwise; then rank 1 stays away from two operations."""
+    """Ranks that work until the test says otherwise; then rank 1 stays away from two operations.
+
+    Rank 2 is late to the first of these.
+    """
 
     hang: threading.Event = attrs.field(factory=threading.Event)
+    let_rank_2_enter: threading.Event = attrs.field(factory=threading.Event)
     time_out: threading.Event = attrs.field(factory=threading.Event)
     leave: threading.Event = attrs.field(factory=threading.Event)
     end: threading.Event = attrs.field(factory=threading.Event)
@@ -153,9 +157,11 @@ class Job:
             self.end.wait(50)
 
     def miss(self, pg: ProcessGroup) -> None:
-        """Wait for rank 1, and then time out."""
+        """Wait for ranks 1 and 2, then for rank 1 alone, and then time out."""
         if pg.rank() == 1:
             self.time_out.wait(50)
+        if pg.rank() == 2:
+            self.let_rank_2_enter.wait(50)
         pg.all_reduce(torch.ones(2), timeout=50.0)
         if pg.rank() != 1:
             with suppress(Dist2Error):  # a time-out; another one where the test has failed
@@ -163,7 +169,7 @@ class Job:
 
     def release(self) -> None:
         """Let the ranks end, after any outcome of the test."""
-        for event in (self.hang, self.time_out, self.leave, self.end):
+        for event in (self.hang, self.let_rank_2_enter, self.time_out, self.leave, self.end):
             event.set()
 
 
@@ -290,6 +296,13 @@ def check_keyboard(page: Page) -> None:
     see(page, "#groups", "1, 2")
 
 
+def check_hang_of_two(page: Page) -> None:
+    see(page, "#state-title", "The job waits for ranks 1, 2")
+    for culprit in (1, 2):
+        see(page, "#verdict", f"rank {culprit} (last seen: all_reduce #")
+    assert page.title().endswith("The job waits for ranks 1, 2")
+
+
 def check_hang(page: Page) -> None:
     see(page, "#state-title", "The job waits for rank 1")
     see(page, "#verdict", "is waited for by ranks 0, 2 in all_reduce")
@@ -342,6 +355,8 @@ def test_the_page_shows_a_run_a_hang_and_its_end(browser: str, monkeypatch: pyte
         check_keyboard(page)
         check_signed_in(page, job)
         job.hang.set()
+        check_hang_of_two(page)
+        job.let_rank_2_enter.set()
         check_hang(page)
         job.time_out.set()
         see(page, "#state-title", "is broken: rank 1 did not enter all_reduce #")
