@@ -29,6 +29,7 @@ from dist2 import (
 )
 from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
 from dist2.backends.socket.transport.fabric import Fabric
+from dist2.backends.socket.transport.links import linkage
 from dist2.backends.socket.transport.links.card import Card
 from dist2.backends.socket.transport.messages.absent_groups import HELD_BYTES
 from dist2.backends.socket.transport.messages.calls import Called
@@ -405,6 +406,31 @@ def test_a_refused_write_or_read_is_tried_again_and_logged_once(
     assert refused.left == 0
     (told,) = [record["event"] for record in records if "tried again" in record["event"]]
     assert "No buffer space available (ENOBUFS): raise the limits of memory" in told
+
+
+@pytest.mark.parametrize("who", [0, 1], ids=["sender", "receiver"])
+def test_a_wait_that_ends_while_the_system_refuses_a_connection_says_so(
+    tcp: Callable[[int], World], who: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = tcp(2)
+    first, second = world.group()
+    together(lambda: give(first, 1, b"x"), lambda: _expect(second, b"x"))
+    links = world.fabrics[who].linkage
+    (link,) = (links.heard if who else links.outgoing).values()
+    refused = _Refused(link.sock, 1_000_000_000)
+    link.sock = refused  # type: ignore[assignment]
+    buffer = memoryview(bytearray(LONG))
+    waits = (
+        lambda: first.wait([send(first, 1, text_of(LONG))], soon(0.5)),
+        lambda: second.wait([second.recv_tagged(0, 0, 11, buffer)], soon(0.5)),
+    )
+    with pytest.raises(OperationTimeoutError, match=r"waits: (send|recv) failed: .*\(ENOBUFS\): raise"):
+        waits[who]()
+    refused.left = 0
+    monkeypatch.setattr(linkage, "_LATELY_NS", 0)
+    with pytest.raises(OperationTimeoutError) as ordinary:
+        waits[who]()
+    assert "ENOBUFS" not in str(ordinary.value)
 
 
 # Cancelling

@@ -89,7 +89,7 @@ class Rounds:
                     self._serve(fd, event)
             finally:
                 linkage.gathers = False
-            if self._courier.shortage is not None:
+            if self._courier.put_off:
                 self._courier.retry()
             self._departures.resolve()
             self._reception.sweep()

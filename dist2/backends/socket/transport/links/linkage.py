@@ -6,6 +6,7 @@ import logging
 import select
 import socket
 from collections.abc import Callable
+from time import monotonic_ns
 from typing import Protocol
 
 from dist2.backends.socket.transport.links.link import Link, LinkOwner, LinkStream, TlsLink
@@ -13,13 +14,16 @@ from dist2.backends.socket.transport.links.pacing import settle
 from dist2.backends.socket.transport.links.presence import Presence
 from dist2.backends.socket.transport.links.ring import RingWriter
 from dist2.backends.socket.transport.links.rings import Rings
-from dist2.errors import AuthenticationError, WireError
+from dist2.errors import AuthenticationError, ResourceError, WireError
 from dist2.runtime.resources import is_shortage, shortage
 from dist2.runtime.tcp_keepalive import SILENT_LOOKS, is_silent
 from dist2.security.handshake import explanation
 from dist2.security.tls import socket_below
 
 log = logging.getLogger("dist2.fabric")
+
+_LATELY_NS = 2_000_000_000
+"""A refused call is tried again at least once a second while a thread waits."""
 
 
 class LinkageOwner(LinkOwner, Protocol):
@@ -70,7 +74,9 @@ class Linkage:
         self._presence = presence
         self._linked = linked
         self._heartbeat_s = heartbeat_s
-        self._lacked: set[int | None] = set()
+        self._shortage: ResourceError | None = None
+        self._short_at_ns = 0
+        self._logged_shortages: set[int | None] = set()
 
     def report_to(self, owner: LinkageOwner) -> None:
         """Set the receiver of events; once, before the first link."""
@@ -159,7 +165,7 @@ class Linkage:
             link.flush()
         except OSError as error:
             if is_shortage(error):  # nothing was written
-                self._note_shortage(error, "send")
+                self.note_shortage(shortage(error, "send"))
                 link.wants_write = True
             else:
                 link.give_up_writing()
@@ -174,11 +180,16 @@ class Linkage:
             events = select.EPOLLIN | (select.EPOLLOUT if link.wants_write else 0)
             self._epoll.modify(link.fileno(), events)
 
-    def _note_shortage(self, error: OSError, call: str) -> None:
-        """Log that this process lacks a resource, once: a connection is tried again until it has some."""
-        if error.errno not in self._lacked:
-            self._lacked.add(error.errno)
-            log.warning("a connection waits, and is tried again: %s", shortage(error, call))
+    def note_shortage(self, error: ResourceError) -> None:
+        """Note that a connection waits because this process lacks a resource; log each resource once."""
+        self._shortage, self._short_at_ns = error, monotonic_ns()
+        if error.errno not in self._logged_shortages:
+            self._logged_shortages.add(error.errno)
+            log.warning("a connection waits, and is tried again: %s", error)
+
+    def shortage(self) -> ResourceError | None:
+        """Return the last shortage of this process, if connections have met it lately."""
+        return self._shortage if monotonic_ns() - self._short_at_ns < _LATELY_NS else None
 
     def flush_all(self) -> None:
         """Write the queued frames of all links, as far as there is room."""
@@ -200,7 +211,7 @@ class Linkage:
             (read or link.read)()
         except (EOFError, OSError) as error:
             if isinstance(error, OSError) and is_shortage(error):  # it is read again
-                self._note_shortage(error, "recv")
+                self.note_shortage(shortage(error, "recv"))
             else:
                 self.hang_up(link, error)
         except AuthenticationError as error:  # a TLS listener says only now that it does not let us in

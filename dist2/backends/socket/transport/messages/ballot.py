@@ -107,12 +107,13 @@ class Ballot:
                 f"and go on without it",
                 ranks=[self._mailbox.rank],
             )
-        if self._fabric.courier.shortage is not None:
-            return ResourceError(f"no vote of this rank reached the others: {self._fabric.courier.shortage}")
+        shortage = self._fabric.linkage.shortage()
+        if self._fabric.courier.put_off:
+            return ResourceError(f"no vote of this rank reached the others: {shortage}")
         missing = consensus.awaited
         if not missing:
             return OperationTimeoutError("all ranks have voted, but some do not know of a death yet")
-        return absence(missing, last_seen(self._mailbox.calls, missing), names)
+        return absence(missing, last_seen(self._mailbox.calls, missing), names, shortage)
 
 
 def _called_differently(survivors: set[int], shrinking: frozenset[int], names: RankNames) -> MismatchError:

@@ -21,14 +21,13 @@ class Courier:
 
     Attributes:
         silent: Whether sending has ended.
-        shortage: Why frames were put off: this process lacks a resource that their link needs. They go in the
-            order given: none of them has a link.
+        put_off: Frames whose link needs a resource that this process lacks. They go in the order given: none
+            has a link.
     """
 
     def __init__(self, linkage: Linkage, connector: Connector, presence: Presence) -> None:
         self.silent = False
-        self.shortage: ResourceError | None = None
-        self._put_off_frames: list[tuple[Mailbox, int, bytes]] = []
+        self.put_off: list[tuple[Mailbox, int, bytes]] = []
         self._linkage = linkage
         self._outgoing = linkage.outgoing
         self._connector = connector
@@ -79,19 +78,18 @@ class Courier:
         self._linkage.send(link, frame)
 
     def _put_off(self, mailbox: Mailbox, rank: int, frame: bytes, shortage: ResourceError) -> None:
-        self._put_off_frames.append((mailbox, rank, frame))
-        self.shortage = shortage
+        self.put_off.append((mailbox, rank, frame))
+        self._linkage.note_shortage(shortage)
 
     def retry(self) -> None:
         """Send the frames again that were put off for lack of a resource."""
-        frames, self._put_off_frames = self._put_off_frames, []
-        self.shortage = None
+        frames, self.put_off = self.put_off, []
         for mailbox, rank, frame in frames:
             self.tell(mailbox, rank, frame)
 
     def has_told(self, mailbox: Mailbox) -> bool:
         """Whether all short frames to the members have been handed to the kernel."""
-        if any(each is mailbox for each, *_ in self._put_off_frames):
+        if any(each is mailbox for each, *_ in self.put_off):
             return False
         links = [self._outgoing.get(fabric_id) for fabric_id in mailbox.fabric_ids]
         return all(link is None or link.prompt for link in links)

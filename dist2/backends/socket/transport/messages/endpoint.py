@@ -278,12 +278,12 @@ class FabricEndpoint(Endpoint):
             peers: Senders of the missing messages; None for a collective: then the members that did not call
                 it are missing, or else those that are not known to have ended it.
         """
-        calls = self._mailbox.calls
+        calls, shortage = self._mailbox.calls, self._fabric.linkage.shortage()
         if peers is not None:
-            return overdue(calls, peers, collective=False)
+            return overdue(calls, peers, False, shortage)
         beyond = {rank for rank, seq in enumerate(calls.latest_seen()) if seq > calls.latest}
         held_up = set(range(self.world_size)) - beyond - {self.rank}
-        return overdue(calls, held_up, collective=True)
+        return overdue(calls, held_up, True, shortage)
 
     def wake(self) -> None:
         """Have a thread that waits look again."""
@@ -298,7 +298,9 @@ class FabricEndpoint(Endpoint):
         mailbox = self._mailbox
         waited_for = {each.source for each in transfers if not each.done and each.source != ANY_SOURCE}
         tagged = all(isinstance(each, Message) and each.tagged for each in transfers)
-        error = mailbox.aborted or mailbox.fault or overdue(mailbox.calls, waited_for, collective=not tagged)
+        error = mailbox.aborted or mailbox.fault
+        if error is None:
+            error = overdue(mailbox.calls, waited_for, not tagged, self._fabric.linkage.shortage())
         mailbox.note_reason(error)
         self.cancel(transfers)
         if mailbox.aborted is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from dist2.backends.socket.transport.messages.calls import Called, Calls
-from dist2.errors import MismatchError, OperationTimeoutError
+from dist2.errors import MismatchError, OperationTimeoutError, ResourceError
 from dist2.operation.description import Call, describe_calls, describe_difference
 from dist2.runtime.rank_names import RankNames
 
@@ -67,19 +67,22 @@ def mismatch(
     )
 
 
-def overdue(calls: Calls, waited_for: Collection[int], collective: bool) -> OperationTimeoutError:
+def overdue(
+    calls: Calls, waited_for: Collection[int], collective: bool, shortage: ResourceError | None
+) -> OperationTimeoutError:
     """Return the error of an expired wait: the missing ranks, and the last known operation of each.
 
     Args:
         waited_for: Group ranks of the messages that did not come through.
         collective: They belong to this rank's last collective. Then the members that are not known to have
             called it are missing, or, if there are none, the senders of the missing messages.
+        shortage: See `absence`.
     """
     missing = sorted(waited_for)
     if collective and calls.begun:
         seq = calls.latest
         missing = [rank for rank, latest in enumerate(calls.latest_seen()) if latest < seq] or missing
-    return absence(missing, last_seen(calls, missing), calls.names)
+    return absence(missing, last_seen(calls, missing), calls.names, shortage)
 
 
 def last_seen(calls: Calls, ranks: Iterable[int]) -> dict[int, str]:
@@ -95,11 +98,21 @@ def _last_seen(calls: Calls, rank: int, seq: int) -> str:
     return calls.describe(seq, 0).text if seq in calls.begun else f"operation #{seq}"
 
 
-def absence(missing: list[int], last_seen: dict[int, str], names: RankNames) -> OperationTimeoutError:
-    """Return the error that names the ranks that did not arrive; no rank, where any could have."""
+def absence(
+    missing: list[int], last_seen: dict[int, str], names: RankNames, shortage: ResourceError | None = None
+) -> OperationTimeoutError:
+    """Return the error that names the ranks that did not arrive; no rank, where any could have.
+
+    Args:
+        missing: Their group ranks.
+        last_seen: Their last known operations.
+        names: Names the ranks.
+        shortage: The lack of a resource that a connection of this process waits for.
+    """
+    absent = f"{names(missing)} did not arrive in time" if missing else "nothing arrived in time"
+    lacking = "" if shortage is None else f"; a connection of this rank waits: {shortage}"
     return OperationTimeoutError(
-        (f"{names(missing)} did not arrive in time" if missing else "nothing arrived in time")
-        + names.last_seen(last_seen),
+        f"{absent}{names.last_seen(last_seen)}{lacking}",
         missing=missing,
         last_seen=last_seen,
     )
