@@ -1,17 +1,20 @@
 """Times of this rank's calls, which control planes exchange to find the rank that arrives late.
 
-The times are those of the flight recorder, so that they cost nothing when operations run. Only operations in
-which every rank waits for every other count: the root of a broadcast that runs ahead delays no rank.
+The times are those of the flight recorder, so that they cost nothing when operations run. They are those of
+operations in which every rank waits for every other, or for the root: another rank that is late to a
+broadcast delays no rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from time import monotonic_ns
 from typing import Any
 
 import attrs
 
 from dist2.operation.kinds import OpKind
+from dist2.operation.record import Operation
 from dist2.operation.signature import GroupInfo
 from observability.clocks import clock_id
 from observability.flight_recorder import FlightRecorder, global_rank
@@ -37,6 +40,10 @@ MEETINGS = frozenset(
 )
 """Operations that end on no rank before all have called them."""
 
+FROM_ROOT = frozenset({OpKind.BROADCAST, OpKind.SCATTER})
+"""Operations in which all ranks wait for the root, which may run ahead."""
+
+_COUNTED = MEETINGS | FROM_ROOT
 
 MOST_TOLD = 512
 """Operations of a group in one report."""
@@ -56,6 +63,7 @@ class Entries:
         called_ns: Sequence number of each operation, and the caller's monotonic nanosecond of the call.
         stride: Operations whose number it divides are reported.
         torn: The recorder has dropped operations between the last report and this one.
+        roots: Sequence number, and root's rank in the job, of each operation in which all wait for the root.
     """
 
     uid: str
@@ -64,6 +72,7 @@ class Entries:
     called_ns: tuple[tuple[int, int], ...]
     stride: int = 1
     torn: bool = False
+    roots: tuple[tuple[int, int], ...] = ()
 
     def document(self) -> Document:
         """Return it as JSON has it."""
@@ -76,10 +85,20 @@ class Entries:
         Raises:
             KeyError, TypeError, ValueError: It is something else.
         """
-        called_ns = tuple((int(seq), int(at_ns)) for seq, at_ns in document["called_ns"])
         ranks = tuple(int(rank) for rank in document["ranks"])
-        stride, torn = int(document["stride"]), bool(document["torn"])
-        return cls(str(document["uid"]), str(document["group"]), ranks, called_ns, max(1, stride), torn)
+        return cls(
+            uid=str(document["uid"]),
+            group=str(document["group"]),
+            ranks=ranks,
+            called_ns=_pairs(document["called_ns"]),
+            stride=max(1, int(document["stride"])),
+            torn=bool(document["torn"]),
+            roots=_pairs(document["roots"]),
+        )
+
+
+def _pairs(listed: Iterable[Iterable[Any]]) -> tuple[tuple[int, int], ...]:
+    return tuple((int(first), int(second)) for first, second in listed)
 
 
 def entries_of(recorder: FlightRecorder, rank: int, after_ns: int = 0) -> tuple[list[Entries], int]:
@@ -93,7 +112,7 @@ def entries_of(recorder: FlightRecorder, rank: int, after_ns: int = 0) -> tuple[
         after_ns: Leave out operations that began up to this monotonic nanosecond: an earlier second result.
     """
     newest_ns = after_ns
-    called: dict[GroupInfo, list[tuple[int, int]]] = {}
+    called: dict[GroupInfo, list[Operation]] = {}
     torn = True
     for operation in reversed(recorder.recent()):
         signature, began_ns = operation.signature, operation.started_ns
@@ -105,8 +124,8 @@ def entries_of(recorder: FlightRecorder, rank: int, after_ns: int = 0) -> tuple[
                 break
             continue
         newest_ns = max(newest_ns, began_ns)
-        if signature.kind in MEETINGS and operation.seq and global_rank(signature.group) == rank:
-            called.setdefault(signature.group, []).append((operation.seq, operation.created_ns))
+        if signature.kind in _COUNTED and operation.seq and global_rank(signature.group) == rank:
+            called.setdefault(signature.group, []).append(operation)
     told = [
         _told(info, called.get(info, []), torn and after_ns > 0)
         for info in recorder.open_groups()
@@ -115,13 +134,19 @@ def entries_of(recorder: FlightRecorder, rank: int, after_ns: int = 0) -> tuple[
     return told, newest_ns
 
 
-def _told(info: GroupInfo, numbers: list[tuple[int, int]], torn: bool) -> Entries:
+def _told(info: GroupInfo, operations: list[Operation], torn: bool) -> Entries:
     """Return some of the operations, if there are many: those of numbers that other ranks choose as well."""
     stride = 1
-    while len(numbers) > MOST_TOLD * stride:
+    while len(operations) > MOST_TOLD * stride:
         stride *= 2
-    chosen = tuple(sorted(pair for pair in numbers if pair[0] % stride == 0))
-    return Entries(info.uid, info.name, info.global_ranks, chosen, stride, torn)
+    chosen = [each for each in operations if each.seq % stride == 0]
+    called_ns = tuple(sorted((each.seq, each.created_ns) for each in chosen))
+    roots = tuple(
+        (each.seq, info.global_ranks[each.signature.root])
+        for each in chosen
+        if each.signature.kind in FROM_ROOT and each.signature.root is not None
+    )
+    return Entries(info.uid, info.name, info.global_ranks, called_ns, stride, torn, roots)
 
 
 def document_of(recorder: FlightRecorder, rank: int, after_ns: int = 0) -> Document:

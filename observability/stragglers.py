@@ -3,7 +3,9 @@
 Theory of operation. Every rank's flight recorder has the time of each call. `Ledger` puts together the
 calls of one operation on all ranks of its group, on one clock, and takes the *lateness* of each rank: its
 time minus the lower median of all, less the error of the clocks, and at least 0. With a median, up
-to half of the ranks may be late without making the others look early.
+to half of the ranks may be late without making the others look early. In a broadcast or scatter only the root
+can be late: it may run ahead of the other ranks, which then are late to the next operation that all wait for.
+If only the latter counted, noise that all ranks have alike would make stragglers of all ranks but the root.
 
 Single operations say little: any rank is preempted now and then. So the operations of a group are divided
 into *blocks* of some operations and at least a tenth of a second. A rank is *costly* in a block if its mean
@@ -163,6 +165,7 @@ class _GroupLedger:
     pending: dict[int, dict[int, int]] = attrs.field(factory=dict)
     telling: tuple[int, ...] = ()
     strides: dict[int, int] = attrs.field(factory=dict)
+    roots: dict[int, int] = attrs.field(factory=dict)
     closed_seq: int = 0
     last_ns: int = 0  # of the operation before; 0 where there is none next to it
     now: _Block = attrs.field(factory=_Block)
@@ -176,29 +179,33 @@ class _GroupLedger:
         for seq, at_ns in entries.called_ns:
             if seq > self.closed_seq:
                 self.pending.setdefault(seq, {})[rank] = at_ns + offset.offset_ns
+        self.roots.update(entries.roots)
 
     def close(self, errors: Mapping[int, int], telling: Container[int]) -> None:
         """Process the operations reported by all ranks that report, in their order."""
+        for seq in sorted(self.pending)[:-MAX_PENDING]:
+            del self.pending[seq]
+        self.roots = {seq: root for seq, root in self.roots.items() if seq in self.pending}
         self.telling = tuple(rank for rank in self.ranks if rank in telling)
         if len(self.telling) < 2:
             return
         whole = sorted(seq for seq, times in self.pending.items() if times.keys() >= set(self.telling))
         for seq in whole:
             times = self.pending.pop(seq)
-            self._operation({rank: times[rank] for rank in self.telling}, errors)
+            self._operation({rank: times[rank] for rank in self.telling}, errors, self.roots.get(seq))
         if whole:
             self.closed_seq = whole[-1]
             for seq in [seq for seq in self.pending if seq < self.closed_seq]:
                 del self.pending[seq]  # a rank has forgotten it
-        for seq in sorted(self.pending)[:-MAX_PENDING]:
-            del self.pending[seq]
 
-    def _operation(self, times: Mapping[int, int], errors: Mapping[int, int]) -> None:
+    def _operation(self, times: Mapping[int, int], errors: Mapping[int, int], root: int | None) -> None:
         in_order = sorted(times.items(), key=lambda pair: pair[1])
         middle_rank, middle_ns = in_order[(len(in_order) - 1) // 2]
         doubt_ns = errors.get(middle_rank, 0)
         late_ns = {
-            rank: max(0, at_ns - middle_ns - doubt_ns - errors.get(rank, 0)) for rank, at_ns in times.items()
+            rank: max(0, at_ns - middle_ns - doubt_ns - errors.get(rank, 0))
+            for rank, at_ns in times.items()
+            if root is None or rank == root
         }
         before_ns, self.last_ns = self.last_ns, in_order[-1][1]  # no rank leaves before
         if not before_ns:

@@ -44,15 +44,26 @@ def noise(seed: int) -> Delay:
 
 
 class Job:
-    """Ranks that call one operation after the other, in simulated time."""
+    """Ranks that call one operation after the other, in simulated time.
 
-    def __init__(self, ranks: int, delay: Delay = no_noise, period_s: float = 0.01, stride: int = 1) -> None:
+    With a root, a broadcast precedes each operation, so that the root arrives there before the other ranks.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        delay: Delay = no_noise,
+        period_s: float = 0.01,
+        stride: int = 1,
+        root: int | None = None,
+    ) -> None:
         self.ledger = Ledger()
         self.seq = 0
         self.stride = stride
         self._ranks = ranks
         self._delay = delay
         self._period_s = period_s
+        self._root = root
         self._now_s = 1.0
 
     def run(self, operations: int, late: Mapping[int, float], told: int = 10) -> list[Straggler]:
@@ -60,21 +71,32 @@ class Job:
         found: list[Straggler] = []
         for _ in range(operations // told):
             called: list[list[tuple[int, int]]] = [[] for _ in range(self._ranks)]
+            roots: list[tuple[int, int]] = []
             for _ in range(told):
                 self.seq += 1
                 times = [
                     self._now_s + self._period_s + self._delay(rank, self.seq) + late.get(rank, 0)
                     for rank in range(self._ranks)
                 ]
-                for rank, at_s in enumerate(times):
-                    if self.seq % self.stride == 0:
-                        called[rank].append((self.seq, int(at_s * 1e9)))
+                if self._root is not None:
+                    roots.append((self.seq, self._root))
+                    self._note(times, called)
+                    self.seq += 1
+                    times = [max(at_s, times[self._root]) + 20e-6 for at_s in times]
+                self._note(times, called)
                 self._now_s = max(times)
             for rank, pairs in enumerate(called):
-                entries = Entries("w", "world", tuple(range(self._ranks)), tuple(pairs), self.stride)
+                entries = Entries(
+                    "w", "world", tuple(range(self._ranks)), tuple(pairs), self.stride, roots=tuple(roots)
+                )
                 self.ledger.take(rank, [entries])
             found = self.ledger.close()
         return found
+
+    def _note(self, times: list[float], called: list[list[tuple[int, int]]]) -> None:
+        for rank, at_s in enumerate(times):
+            if self.seq % self.stride == 0:
+                called[rank].append((self.seq, int(at_s * 1e9)))
 
 
 @pytest.mark.parametrize("late", [{2: LATE_S}, {1: LATE_S, 3: LATE_S}, {}], ids=["one", "two", "none"])
@@ -118,6 +140,23 @@ def test_noise_that_lasts_makes_no_stragglers_of_both_ranks_of_a_pair(operations
     for _ in range(200):
         named |= {each.rank for each in job.run(50, {}, told=50)}
     assert len(named) <= 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_equal_noise_before_a_broadcast_names_neither_rank_of_a_pair(seed: int) -> None:
+    """The root arrives first at the operation after it, but makes the other wait in the broadcast."""
+    dice = random.Random(seed)
+    job = Job(2, lambda rank, seq: dice.uniform(0, 0.02), root=0)
+    for _ in range(30):
+        assert job.run(50, {}, told=50) == []
+
+
+@pytest.mark.parametrize("late", range(4))
+def test_a_late_rank_is_named_in_a_loop_with_a_broadcast(late: int) -> None:
+    job = Job(4, noise(7), root=1)
+    assert job.run(300, {}) == []
+    (found,) = job.run(100, {late: LATE_S})
+    assert found.rank == late
 
 
 def test_the_late_rank_of_a_pair_is_named() -> None:
@@ -188,11 +227,13 @@ def test_entries_tell_when_a_rank_called_what_all_wait_for() -> None:
     recorder = FlightRecorder()
     group = FakeGroup(info_of(1, 2), recorder)
     first = group.run()
-    group.run(group.signature(OpKind.BROADCAST, root=0))
+    second = group.run(group.signature(OpKind.BROADCAST, root=0))
+    group.run(group.signature(OpKind.REDUCE, root=0))
     (entries,), newest_ns = entries_of(recorder, 1)
     assert entries.group == "world"
     assert (entries.uid, entries.ranks) == ("world", (0, 1))
-    assert entries.called_ns == ((1, first.created_ns),)
+    assert entries.called_ns == ((1, first.created_ns), (2, second.created_ns))
+    assert entries.roots == ((2, 0),)
     assert newest_ns > first.created_ns
     assert entries_of(recorder, 0)[0] == []
     (nothing_new,), _ = entries_of(recorder, 1, newest_ns)
