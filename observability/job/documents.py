@@ -8,6 +8,8 @@ from observability.job.answer import Answer, Answers, State
 from observability.job.diagnosis import Diagnosis
 from observability.job.steps import slow_step
 
+MAX_EVENTS = 32
+
 
 def job_document(answers: Answers, found: Diagnosis, asked_rank: int, took_s: float) -> dict[str, Any]:
     """Return the answer of `/job`."""
@@ -19,8 +21,16 @@ def job_document(answers: Answers, found: Diagnosis, asked_rank: int, took_s: fl
         "answered": sum(answer.state is not None for answer in answers.values()),
         "took_s": took_s,
         **{name: trouble[name] for name in ("verdict", "culprits", "waiting")},
+        "events": _events(answers),
         "ranks": [_row(rank, answer, found) for rank, answer in answers.items()],
     }
+
+
+def _events(answers: Answers) -> list[dict[str, Any]]:
+    """Return the last lines about waits of the job that any rank has logged, the oldest first."""
+    states = [each.state for each in answers.values() if each.state is not None]
+    lines: list[dict[str, Any]] = [line for state in states for line in state.get("events", ())]
+    return sorted(lines, key=lambda line: line["at_s"])[-MAX_EVENTS:]
 
 
 def stack_rows(answers: Answers) -> list[dict[str, Any]]:

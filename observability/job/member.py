@@ -159,6 +159,8 @@ class Member:
         if wanted.get("traffic"):
             for uid, traffic in self.witness.traffic().items():
                 state["groups"].get(uid, {})["traffic"] = traffic
+        if self.waiting_log is not None and self.waiting_log.lines:
+            state["events"] = list(self.waiting_log.lines)
         processes = {str(text): Process.read(str(text)) for text in wanted.get("look", ())}
         if processes:
             state["looked"] = {

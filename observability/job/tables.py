@@ -77,6 +77,13 @@ TABLES: dict[str, dict[str, str]] = {
         "waited_s": "DOUBLE",
         "usual_s": "DOUBLE",
     },
+    "events": {
+        "at_s": "DOUBLE",
+        "level": "VARCHAR",
+        "rank": "BIGINT",
+        "message": "VARCHAR",
+        "waited_s": "DOUBLE",
+    },
     "stacks": {
         "rank": "BIGINT",
         "thread": "VARCHAR",
@@ -117,6 +124,7 @@ def tables_of(
         "waits": [row for waiting in job["waiting"] for row in _waits(waiting)],
         "failures": [_failure(rank["rank"], each) for rank in answered for each in rank["failures"]],
         "steps": [row for rank in answered for row in _steps(rank)],
+        "events": [{name: each[name] for name in TABLES["events"]} for each in job.get("events", ())],
         "stacks": [row for rank in stacks for row in _frames(rank)],
         "stragglers": [] if stragglers is None else list(_stragglers(stragglers)),
     }

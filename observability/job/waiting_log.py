@@ -2,7 +2,7 @@
 
 The line is repeated when the wait lasts a minute, and ten, and when ranks are the reason that it did not
 name. A last line tells that the wait is over: nobody asks for a diagnosis any more, as ranks do as long as
-they wait.
+they wait. The last lines are kept, for ``/job`` and ``/events``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
+from typing import Any
 
 from observability.job.diagnosis import Diagnosis
 
@@ -17,6 +19,8 @@ AGAIN_S = (0.0, 60.0, 600.0)
 """Ages of a wait at which it is logged."""
 SENTENCES = 3
 """Sentences of the verdict in a line."""
+KEPT = 32
+"""Lines that are kept."""
 
 log = logging.getLogger("dist2.waiting")
 
@@ -26,6 +30,9 @@ class WaitingLog:
 
     Args:
         quiet_s: A wait is over if no rank has asked for so long.
+
+    Attributes:
+        lines: The last lines as data, the oldest first.
     """
 
     def __init__(self, quiet_s: float) -> None:
@@ -34,6 +41,7 @@ class WaitingLog:
         self._since = self._heard = 0.0
         self._logged = 0
         self._culprits: tuple[int, ...] = ()
+        self.lines: deque[dict[str, Any]] = deque(maxlen=KEPT)
 
     def diagnosed(self, rank: int, found: Diagnosis) -> None:
         """Take note of a diagnosis of this rank."""
@@ -52,7 +60,7 @@ class WaitingLog:
         level = logging.ERROR if due == len(AGAIN_S) else logging.WARNING
         verdict = "; ".join(found.verdict[:SENTENCES])
         fields = {"rank": rank, "verdict": verdict, "culprits": list(found.culprits), "waited_s": waited_s}
-        log.log(level, "the job waits for %.1f s: %s", waited_s, verdict, extra=fields)
+        self._write(level, f"the job waits for {waited_s:.1f} s: {verdict}", fields)
 
     def look(self, rank: int) -> None:
         """Log the end of a wait, once no rank has asked for a while."""
@@ -64,5 +72,10 @@ class WaitingLog:
         if self._logged:
             waited_s = self._heard - self._since
             fields = {"rank": rank, "waited_s": waited_s}
-            log.warning("the job goes on, after a wait of about %.1f s", waited_s, extra=fields)
+            self._write(logging.WARNING, f"the job goes on, after a wait of about {waited_s:.1f} s", fields)
         self._logged, self._culprits = 0, ()
+
+    def _write(self, level: int, message: str, fields: dict[str, Any]) -> None:
+        line = {"at_s": time.time(), "level": logging.getLevelName(level), "message": message, **fields}
+        self.lines.append(line)
+        log.log(level, "%s", message, extra=fields)

@@ -1,4 +1,4 @@
-"""The state of the job as server-sent events, once a second while a client listens.
+"""The state of the job as server-sent events, once a second while a client listens, and its log of waits.
 
 Theory of operation. Each listener has a coroutine that asks the ranks on a thread of the pool, sends the
 answer and waits. `Member.job` gives an answer of the last quarter second again, so that any number of
@@ -42,7 +42,7 @@ class Events:
         self._listeners = 0
 
     async def events(self, request: Request) -> Response:
-        """Server-sent events once a second: ``summary`` and ``job``, as these paths have them."""
+        """Server-sent events: ``summary`` and ``job`` once a second, ``log`` for each wait of the job."""
         if self._listeners >= MAX_LISTENERS:
             raise HTTPException(503, f"{MAX_LISTENERS} clients listen already: poll /job instead")
         ending: asyncio.Event = request.scope["state"]["ending"]
@@ -55,6 +55,7 @@ class Events:
 
     async def _stream(self, ending: asyncio.Event) -> AsyncIterator[str]:
         loop, stop = asyncio.get_running_loop(), asyncio.ensure_future(ending.wait())
+        told: list[dict[str, Any]] = []
         try:
             while not stop.done():
                 summary = self._summary()
@@ -67,7 +68,13 @@ class Events:
                 if not asked.done():
                     asked.cancel()
                     return
-                yield _event("job", asked.result())
+                job = asked.result()
+                yield _event("job", job)
+                lines = job.get("events", [])
+                for line in lines:
+                    if line not in told:
+                        yield _event("log", line)
+                told = lines
                 pause_s = max(EVERY_S, REST * (loop.time() - began))
                 await asyncio.wait({stop}, timeout=pause_s)
         finally:

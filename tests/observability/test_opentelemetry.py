@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
 import pytest
 import torch
+from opentelemetry.sdk._logs import LoggerProvider, LoggingHandler
+from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, SimpleLogRecordProcessor
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import TracerProvider
@@ -14,6 +19,8 @@ from support.fake_groups import FakeGroup, info_of
 
 import dist2
 from dist2.errors import InvalidUsageError, PeerLostError
+from observability.job.diagnosis import Diagnosis, Waiting
+from observability.job.waiting_log import WaitingLog
 from observability.opentelemetry import SpanInstrument, observe_metrics
 
 
@@ -55,6 +62,26 @@ def test_spans_of_a_real_group_are_those_of_the_caller() -> None:
     assert outer.context is not None
     assert inner.parent is not None
     assert inner.parent.span_id == outer.context.span_id
+
+
+@pytest.mark.filterwarnings("ignore:`LoggingHandler`:DeprecationWarning")  # it moves to another package
+def test_a_wait_of_the_job_is_a_log_record_with_attributes() -> None:
+    exporter: Any = InMemoryLogRecordExporter()  # type: ignore[no-untyped-call]
+    provider = LoggerProvider()
+    provider.add_log_record_processor(SimpleLogRecordProcessor(exporter))
+    handler = LoggingHandler(logger_provider=provider)
+    logging.getLogger("dist2").addHandler(handler)
+    try:
+        waiting = Waiting(("uid", 7, False, -1), "g", "barrier", "barrier()", "", (0,), 6.0, ())
+        found = Diagnosis(verdict=("rank 2 sleeps",), culprits=(2,), waiting=(waiting,))
+        WaitingLog(quiet_s=15.0).diagnosed(0, found)
+    finally:
+        logging.getLogger("dist2").removeHandler(handler)
+    (sent,) = exporter.get_finished_logs()
+    assert sent.log_record.body == "the job waits for 6.0 s: rank 2 sleeps"
+    assert sent.log_record.severity_text == "WARN"
+    assert sent.log_record.attributes is not None
+    assert sent.log_record.attributes["culprits"] == (2,)
 
 
 def test_a_bad_limit_is_named() -> None:

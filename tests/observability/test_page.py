@@ -311,6 +311,7 @@ def check_hang(page: Page) -> None:
     see(page, "#waits tbody", "0, 2")
     see(page, "#waits tbody", "rank 1")
     see(page, "#grid", "◀ missing in #")
+    see(page, "#log", "the job waits for ")
     check_accessible(page)
     page.get_by_role("button", name="Stacks of rank 1").click()
     see(page, "#stacks-text", "test_page.py")

@@ -19,6 +19,8 @@ import dist2
 import observability
 from dist2.errors import PeerLostError
 from dist2.operation.kinds import OpKind
+from observability.job import member
+from observability.job.diagnosis import Diagnosis, Missing, Waiting
 from observability.metrics import Metrics
 from observability.server import events, history
 from observability.server.history import History
@@ -116,6 +118,30 @@ def test_the_stream_tells_of_the_job_until_the_server_stops(server: observabilit
         server.close()
         in_time(time.monotonic() - began, 0.8)  # uvicorn waits a second for connections that do not end
         assert len(events_of(lines, 100)) < 3  # the stream ends, and without an error
+
+
+def test_the_stream_has_each_line_about_a_wait_once(
+    server: observability.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "EVERY_S", 0.01)
+    monkeypatch.setattr(member, "JOB_AGE_S", 0.0)
+    log = server._member.waiting_log
+    assert log is not None
+    missing = (Missing(2, "", "it sleeps", answers=True),)
+    waiting = Waiting(("uid", 7, False, -1), "g", "barrier", "barrier()", "", (0,), 6.0, missing)
+    log.diagnosed(0, Diagnosis(verdict=("it sleeps",), culprits=(2,), waiting=(waiting,)))
+    with client_of(server) as client, client.stream("GET", "/events") as stream:
+        lines = stream.iter_lines()
+        told = events_of(lines, 5)
+        log.diagnosed(0, Diagnosis())
+        told += events_of(lines, 10)
+        logged = [line["message"] for name, line in told if name == "log"]
+        assert logged == [
+            "the job waits for 6.0 s: it sleeps",
+            "the job goes on, after a wait of about 6.0 s",
+        ]
+        assert [name for name, _ in told[:3]] == ["summary", "job", "log"], "also what was before"
+        assert client.get("/job").json()["events"] == [line for name, line in told if name == "log"]
 
 
 def test_listeners_are_authenticated_and_few(

@@ -44,6 +44,8 @@ def test_a_wait_is_logged_once_and_again_as_it_lasts(monkeypatch: pytest.MonkeyP
         ("WARNING", "the job goes on, after a wait of about 700.0 s"),
     ]
     assert [each.get("culprits") for each in records] == [[2], [3], [3], [3], None]
+    kept = [(each["level"], each["message"], each.get("culprits")) for each in log.lines]
+    assert kept == [(each["levelname"], each["event"], each.get("culprits")) for each in records]
 
 
 def test_a_second_wait_is_another_one() -> None:

@@ -118,6 +118,10 @@ function showErrors(job) {
     { title: "Rank", header: true }, { title: "Error", mono: true }, { title: "Group", mono: true }, { title: "Call", mono: true, wide: true }, { title: "Message", wide: true },
   ], rows.slice(0, ROWS), "No operation of these groups has failed.");
   setText($("errors-note"), rows.length ? "the last ones of each rank" : "");
+  const lines = [...job.events ?? []].reverse();
+  table("log", [{ title: "Time", header: true }, { title: "Level" }, { title: "Message", wide: true }], lines.map(line => [
+    new Date(line.at_s * 1000).toLocaleTimeString(), { text: line.level, tone: line.level === "ERROR" ? "bad" : "warn" }, line.message,
+  ]), "The job has not waited for a rank.");
 }
 
 // A broken group, with the members that had not entered the operation that failed; null where none is broken.

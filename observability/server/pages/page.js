@@ -73,7 +73,7 @@ async function listen() {
     for await (const [name, now] of events("/events", mine.signal)) {
       streamHeard = Date.now();
       if (name === "summary") takeSummary(now, "live");
-      else { polling = false; takeJob(now, "live"); }
+      else if (name === "job") { polling = false; takeJob(now, "live"); }
     }
   } catch { /* the page polls */ }
   if (stream === mine) { stream = null; polling = true; }
