@@ -42,9 +42,12 @@ class Answer:
     @property
     def is_gone(self) -> bool:
         """Whether nothing listens there, or its process cannot run: its silence is not slowness."""
-        return not self.silence.startswith(NO_ANSWER) or (
-            self.outside is not None and self.outside["state"] not in RUNNABLE
-        )
+        return not self.silence.startswith(NO_ANSWER) or (self.outside is not None and not self.runs)
+
+    @property
+    def runs(self) -> bool:
+        """Whether its process is seen to run, also if nothing listens there any more."""
+        return self.outside is not None and self.outside["state"] in RUNNABLE
 
     @property
     def why_silent(self) -> str:

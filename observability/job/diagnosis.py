@@ -253,7 +253,7 @@ class _Diagnostician:
         unwell = [
             rank
             for rank, each in silent.items()
-            if each.outside and (each.is_gone or not (blamed or odd)) and rank not in blamed
+            if each.outside and (not each.runs or not (blamed or odd)) and rank not in blamed
         ]
         verdict = [self._blame(rank, waiting) for rank in blamed]
         verdict += map(self._told_cycle, found)

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import attrs
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from observability.job.gathering import read_request
 from observability.job.rank_text import named, rank_text, ranks_of
 
 AFTER_S = 1.0
+REFUSED = "its control plane is gone: connection refused"
 
 
 def operation(seq: int, op: str = "all_reduce", uid: str = "w", **fields: Any) -> dict[str, Any]:
@@ -124,7 +126,7 @@ def test_a_member_that_was_too_slow_to_answer_is_no_culprit_beside_one_that_is_m
     waiting, slow = operation(5), Answer(silence=f"{NO_ANSWER} 1.0 s")
     running = attrs.evolve(slow, outside={"state": "R", "words": "process 7 is running", "cause": "no lock"})
     stopped = attrs.evolve(slow, outside={"state": "T", "words": "process 7 is stopped", "cause": ""})
-    gone = Answer(silence="its control plane is gone: connection refused")
+    gone = Answer(silence=REFUSED)
     for silent, culprits in ((slow, {2}), (running, {2}), (stopped, {1, 2}), (gone, {1, 2})):
         found = diagnose({0: rank(5, waiting), 1: silent, 2: rank(4)}, AFTER_S)
         assert {missing.rank for each in found.waiting for missing in each.missing} == culprits
@@ -159,19 +161,33 @@ def test_a_message_meets_only_the_matching_call() -> None:
         assert bool(mine.missing) is waits, there
 
 
-def test_a_slow_rank_is_no_culprit_beside_one_that_is_missing_in_another_group() -> None:
-    busy = {"state": "R", "words": "process 7 is running", "cause": "no lock"}
+@pytest.mark.parametrize(
+    ("silence", "state", "culprits"),
+    [(f"{NO_ANSWER} 1.0 s", "R", (2,)), (REFUSED, "S", (2,)), (REFUSED, "", (1, 2)), (REFUSED, "T", (1, 2))],
+    ids=["slow", "closed its control plane", "ended", "stopped"],
+)
+def test_a_silent_rank_that_runs_is_no_culprit_beside_one_that_is_missing_in_another_group(
+    silence: str, state: str, culprits: tuple[int, ...]
+) -> None:
+    outside = {"state": state, "words": "of process 7", "cause": ""}
     answers = {0: rank(5, operation(5), ranks="0,2"), 2: rank(4, ranks="0,2")}
-    answers[1] = Answer(silence=f"{NO_ANSWER} 1.0 s", outside=busy)
+    answers[1] = Answer(silence=silence, outside=outside)
     found = diagnose(answers, AFTER_S)
-    assert found.culprits == (2,)
+    assert found.culprits == culprits
+    assert found.silent == {1: f"{silence}; of process 7"}
+    assert any(answers[1].why_silent in line for line in found.verdict), "it is told all the same"
+
+
+def test_a_slow_rank_is_the_culprit_where_nothing_else_is_wrong() -> None:
+    busy = {"state": "R", "words": "process 7 is running", "cause": "no lock"}
+    found = diagnose({0: rank(5), 1: Answer(silence=f"{NO_ANSWER} 1.0 s", outside=busy)}, AFTER_S)
+    assert found.culprits == (1,)
     assert found.silent == {1: f"{NO_ANSWER} 1.0 s; process 7 is running: no lock"}
-    assert diagnose({0: rank(5), 1: answers[1]}, AFTER_S).culprits == (1,), "where nothing else is wrong"
 
 
 def test_a_closed_control_plane_holds_no_lock() -> None:
     asleep = {"state": "S", "words": "process 7 is asleep (state S)", "cause": "code in C holds the lock"}
-    answer = Answer(silence="its control plane is gone: connection refused", outside=asleep)
+    answer = Answer(silence=REFUSED, outside=asleep)
     assert answer.why_silent.endswith("refused; process 7 is asleep (state S)")
 
 
