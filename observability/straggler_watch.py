@@ -148,14 +148,15 @@ class StragglerWatch:
 
     def _say(self, found: Iterable[Straggler]) -> None:
         """Log new stragglers, and ranks that recovered."""
-        before = {(each.rank, each.group) for each in self.stragglers}
+        before = {(each.rank, each.group): each for each in self.stragglers}
         now = {(each.rank, each.group): each for each in found}
         for key, each in now.items():
             if key not in before:
                 fields = {"rank": each.rank, "group": each.group, "late_s": each.late_s, "share": each.share}
                 log.warning("%s", each.sentence(), extra=fields)
-        for rank, group in sorted(before - now.keys()):
-            log.info("rank %d arrives at collectives of group %s with the others again", rank, group)
+        for key in sorted(before.keys() - now.keys()):
+            _, group = key
+            log.info("%s arrives at collectives of group %s with the others again", before[key].name, group)
 
 
 class StragglerCollector(Collector):

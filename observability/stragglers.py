@@ -40,6 +40,7 @@ from typing import Any
 
 import attrs
 
+from dist2.runtime.rank_names import RankNames
 from observability.clocks import Offset
 from observability.entries import Entries
 
@@ -85,11 +86,12 @@ class Straggler:
         operations: How many operations the verdict is based on,
         span_s: and how long they took together.
         probability: That chance alone would do this; see the theory of operation.
+        name: The rank in words, with its rank in the group if that differs.
 
     Examples:
-        >>> late = observability.Straggler(3, "model", 0.002, 0.1, 500, 10.0, 1e-9)
+        >>> late = observability.Straggler(3, "tp", 0.002, 0.1, 500, 10.0, 1e-9, "rank 3 (rank 1 of tp)")
         >>> late.sentence().split(", ")[0]
-        'rank 3 arrives 2 ms late at collectives of group model'
+        'rank 3 (rank 1 of tp) arrives 2 ms late at collectives of group tp'
     """
 
     rank: int
@@ -99,11 +101,12 @@ class Straggler:
     operations: int
     span_s: float
     probability: float
+    name: str
 
     def sentence(self) -> str:
         """Say it."""
         return (
-            f"rank {self.rank} arrives {self.late_s * 1e3:.3g} ms late at collectives of group {self.group}, "
+            f"{self.name} arrives {self.late_s * 1e3:.3g} ms late at collectives of group {self.group}, "
             f"{self.share:.0%} of their time, in the last {self.operations} over {self.span_s:.1f} s"
         )
 
@@ -244,6 +247,7 @@ class _GroupLedger:
                         operations=whole.operations,
                         span_s=whole.span_ns / 1e9,
                         probability=probability,
+                        name=RankNames(self.group, self.ranks)([self.ranks.index(rank)]),
                     )
         return found
 
