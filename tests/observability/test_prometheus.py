@@ -312,7 +312,7 @@ def check_dashboard(server: prometheus.Prometheus) -> None:
             found = data_of(server, panel["title"], place)
             labels = {pair.partition("=")[0] for series in found for pair in series.split(",")}
             assert set(re.findall(r"{{ ?(\w+) ?}}", target.get("legendFormat", ""))) <= labels, panel["title"]
-    for variable, values in (("job", ["training"]), ("group", ["test"])):
+    for variable, values in (("job", ["training"]), ("group", ["test"]), ("rank", list("0123"))):
         (of_dashboard,) = [each for each in DASHBOARD["templating"]["list"] if each["name"] == variable]
         asked = re.fullmatch(r"label_values\((.*), (\w+)\)", of_dashboard["query"]["query"])
         assert asked is not None
