@@ -79,7 +79,8 @@ class Incident:
         told: dict[str, Any] | None = _json(self.path / "desync.json")
         failures, causes = list(self._failures()), sorted(self._causes())
         if told is not None:  # failures of a job that waits are consequences
-            return {**told, "verdict": [*told["verdict"], *failures], "culprits": told["culprits"] or causes}
+            culprits = told["culprits"] or ([] if told["cycles"] else causes)
+            return {**told, "verdict": [*told["verdict"], *failures], "culprits": culprits}
         found = diagnose(self.answers(), AFTER_S).document()
         verdict = [*failures, *found["verdict"]]
         return {**found, "verdict": verdict, "culprits": causes or found["culprits"]}

@@ -87,6 +87,7 @@ class Server:
         self._listener = listener
         self._serving = serving
         self._beacon = memory.opened(serving.thread_id)
+        memory.note(member.witness.position()["place"])  # known also of a process that is stopped at once
         beacon = None if self._beacon is None else attrs.asdict(self._beacon)
         self._token_file = token_files.write(url, self.token, _job_of(member), beacon)
         _running.add(self)

@@ -29,6 +29,7 @@ from dist2.runtime.config import Config, shown_environment
 from observability.flight_recorder import instrument
 from observability.incidents import folders
 from observability.incidents.hang import EXIT_CODE, HangRecorder
+from observability.incidents.reading import Incident
 from observability.incidents.recording import Recording
 from observability.job.answer import Answer
 from observability.job.diagnosis import Diagnosis, Missing, Waiting
@@ -344,3 +345,15 @@ def test_an_abort_of_the_program_is_no_incident(tmp_path: Path) -> None:
 
     run_ranks(1, body, INPROC)
     assert not list(tmp_path.iterdir())
+
+
+def test_ranks_that_end_because_of_a_deadlock_are_no_culprits(tmp_path: Path) -> None:
+    """With ``DIST2_ON_HANG=exit`` a rank may still see others end."""
+    error = {"type": "PeerLostError", "message": "rank 1 exited", "blames": [1], "shared": True}
+    part = {"rank": 0, "world_size": 2, "error": error, "why": "", "state": {}}
+    incident = Incident(tmp_path, {}, {0: part}, {})
+    told = {"verdict": ["deadlock"], "culprits": [], "cycles": ["rank 0 waits for rank 1, ..."]}
+    (tmp_path / "desync.json").write_text(json.dumps(told))
+    assert incident.desync()["culprits"] == []
+    (tmp_path / "desync.json").write_text(json.dumps({**told, "cycles": []}))
+    assert incident.desync()["culprits"] == [1]
