@@ -203,15 +203,14 @@ static Status
 run_take(Run *run, const Step *step)
 {
     const Board *board = run->board;
-    uint64_t parity = step->strict ? board->phase : step->number;
-    for (long rank = 0; step->strict && rank < board->ranks; rank++) {
-        if (board->regions[rank] != NULL && !(table_of(board, rank, parity)[0] & IS_MAPPED)) {
+    for (long rank = 0; rank < board->ranks; rank++) {
+        if (board->regions[rank] != NULL && !(table_of(board, rank, board->phase)[0] & IS_MAPPED)) {
             return OTHER;
         }
     }
     for (int each = 0; each < step->count; each++) {
         const Place *wanted = &step->srcs[each];
-        const uint64_t *table = table_of(board, wanted->index, parity);
+        const uint64_t *table = table_of(board, wanted->index, board->phase);
         const Known *known = &run->known[wanted->index];
         if (!is_known(known, table) || wanted->at >= table[COUNT_AT]) {
             return CALL;
@@ -219,14 +218,6 @@ run_take(Run *run, const Step *step)
         run->mapped[each] = (char *)(uintptr_t)(table[HEADER_WORDS + wanted->at] + known->shift);
     }
     return DONE;
-}
-
-static Status
-run_outside(const Run *run, const Step *step)
-{
-    char *memory = step->nbytes ? place_address(run, &step->dst) : NULL;
-    const char *source = step->reads ? place_address(run, &step->src) : NULL;
-    return step->outside->move(step->outside, memory, source, step->nbytes, (long)step->number) ? CALL : DONE;
 }
 
 static Status
@@ -283,11 +274,6 @@ run_step(Run *run, const Step *step)
         return run_offer(run, step);
     case TAKE:
         return run_take(run, step);
-    case LIVES:
-        atomic_thread_fence(memory_order_acquire); /* what was read of the member's memory was read before its word */
-        return read_word((Word *)run->board->regions[step->whom] + GAVE_UP) ? CALL : DONE;
-    case OUTSIDE:
-        return run_outside(run, step);
     default:
         return CALL;
     }
@@ -306,8 +292,6 @@ part_of(const Step *step)
         return step->nbytes ? COPYING : WAITING;
     case FOLD:
         return REDUCING;
-    case OUTSIDE:
-        return step->reads ? COPYING : step->way == FILL ? SENDING : RECEIVING;
     default: /* takes no time */
         return NO_PART;
     }

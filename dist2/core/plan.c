@@ -170,14 +170,6 @@ check_step(Check *check, const Step *step)
         }
         check->plan->mapped = step->count;
         return NULL;
-    case OUTSIDE:
-        if (step->outside == NULL) {
-            return "has no function";
-        }
-        if (step->reads) {
-            return check_move(check, step);
-        }
-        return is_inside(check, &step->dst, step->nbytes) ? NULL : "moves memory that it was not given";
     default:
         return NULL;
     }
@@ -232,7 +224,6 @@ plan_fits(const Plan *plan, const Board *board)
             fits &= step->kind == TAKE ? is_member(board, place->index) : place_fits(board, place);
         }
         fits &= step->kind != FENCE || peer_index(board, step->whom) >= NOBODY;
-        fits &= step->kind != LIVES || is_member(board, step->whom);
         if (!fits) {
             return 0;
         }

@@ -30,26 +30,17 @@ typedef enum {
     NOTED,   /* CALL unless all others published `number` with the last fence */
     SHARED,  /* OTHER unless srcs, which are in tensors, lie in shared memory of this process */
     OFFER,   /* expose srcs, which are in tensors, from the next fence on */
-    TAKE,    /* find what the others exposed: srcs are member and part */
-    LIVES,   /* CALL if member `whom` has given up: what was read from it may not be what it exposed */
-    OUTSIDE, /* a function outside of the core moves bytes to or from dst: a message; or from src, which it can read */
+    TAKE,    /* find what the others exposed with the last fence: srcs are member and part; OTHER unless all is mapped */
     CALLER,  /* CALL: only the caller can do it */
 } Kind;
 
 /* How a COPY stores: through the caches; past them; or into a slot, past them if the readers are far. */
 typedef enum { THROUGH, PAST, FILL } Way;
 
-/* A function that moves bytes for an OUTSIDE step; returns 0, or 1 to leave the step to the caller. */
-typedef struct Outside {
-    int (*move)(const struct Outside *self, void *memory, const void *source, size_t nbytes, long number);
-} Outside;
-
 typedef struct {
     Kind kind;
     Way way;
     int checked;     /* of a FENCE: CALL if a member has given up an operation in which it exposed memory */
-    int strict;      /* of a TAKE: exposed with the last fence, OTHER if some of it is not mapped; otherwise exposed
-                        with a fence of the parity `number`, however it is accessed */
     long whom;       /* a rank, ALL or NOBODY */
     uint64_t number; /* see Kind */
     size_t nbytes;
@@ -57,8 +48,6 @@ typedef struct {
     Place dst, src;
     Place *srcs;
     int count;
-    const Outside *outside;
-    int reads; /* of an OUTSIDE: it has a src */
 } Step;
 
 typedef struct {
@@ -96,7 +85,7 @@ typedef struct {
 } Known;
 
 /* What a call did for a while. */
-typedef enum { NO_PART, COPYING, WAITING, REDUCING, SENDING, RECEIVING } PartKind;
+typedef enum { NO_PART, COPYING, WAITING, REDUCING } PartKind;
 typedef struct {
     PartKind kind;
     int64_t begun_ns, ended_ns;

@@ -18,6 +18,7 @@ MAX_BYTES = 2000
 """Longest encoding, in bytes; the rest is cut."""
 _TEXT_CHARS = 600
 _FILE_CHARS = 200
+_SIZES_CHARS = 200
 _TENSORS = 8
 
 
@@ -37,6 +38,7 @@ class Call:
         file: The file of the line in user code that called.
         line: Its number; 0 where unknown.
         text: All of it in words: ``all_reduce(float32[4], op=sum) #7 at train.py:12``.
+        sizes: A part that the rank received with another length than it expects, in words.
     """
 
     op: str = ""
@@ -50,6 +52,7 @@ class Call:
     file: str = ""
     line: int = 0
     text: str = "nothing yet"
+    sizes: str = ""
 
     def encode(self) -> bytes:
         """Return at most `MAX_BYTES` that `decode` reads; a longer encoding is cut."""
@@ -59,6 +62,7 @@ class Call:
             shapes=self.shapes[:_TENSORS],
             file=self.file[-_FILE_CHARS:],
             text=self.text[:_TEXT_CHARS],
+            sizes=self.sizes[:_SIZES_CHARS],
         )
         for each in (short, attrs.evolve(short, dtypes=(), shapes=()), Call(self.op, self.seq, text=self.op)):
             encoded = json.dumps(attrs.asdict(each), ensure_ascii=False).encode(errors="replace")
@@ -97,6 +101,7 @@ class Call:
                 file=_text(fields["file"]),
                 line=_number(fields["line"]),
                 text=_text(fields["text"]),
+                sizes=_text(fields["sizes"]),
             )
         except (ValueError, TypeError, KeyError, RecursionError):
             return cls(text=bytes(data[:_TEXT_CHARS]).decode(errors="replace"))
@@ -167,6 +172,9 @@ def describe_difference(calls: Mapping[int, Call], names: RankNames = RANKS) -> 
     Returns:
         Text for an error; ``ranks called different operations`` if the calls do not tell the difference.
     """
+    for call in calls.values():
+        if call.sizes:  # shapes may differ in such an operation
+            return f"sizes differ: {call.sizes}"
     known = {rank: call for rank, call in calls.items() if call.op}
     messages = _ends_of_a_message(known)
     attributes = _ATTRIBUTES

@@ -45,22 +45,19 @@ cdef extern from "plan.h" nogil:
         int index
         uint64_t at
     ctypedef enum Kind:
-        COPY, FOLD, FENCE, CLAIM, LOOP, END, NOTE, NOTED, SHARED, OFFER, TAKE, LIVES, OUTSIDE, CALLER
+        COPY, FOLD, FENCE, CLAIM, LOOP, END, NOTE, NOTED, SHARED, OFFER, TAKE, CALLER
     ctypedef enum Way:
         THROUGH, PAST, FILL
-    ctypedef struct Outside:
-        pass
     ctypedef struct Step:
         Kind kind
         Way way
-        int checked, strict, count, reads
+        int checked, count
         long whom
         uint64_t number
         size_t nbytes
         double divisor
         CPlace dst, src
         CPlace *srcs
-        const Outside *outside
     ctypedef struct CPlan "Plan":
         long rank
         int inputs, tensors, mapped, count, claims, fences
@@ -76,7 +73,7 @@ cdef extern from "plan.h" nogil:
         uint64_t *header
         uint64_t shift
     ctypedef enum PartKind:
-        NO_PART, COPYING, WAITING, REDUCING, SENDING, RECEIVING
+        NO_PART, COPYING, WAITING, REDUCING
     ctypedef struct Part:
         PartKind kind
         int64_t begun_ns, ended_ns

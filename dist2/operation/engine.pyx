@@ -43,7 +43,7 @@ cdef uint64_t here_header[7]
 memset(here_header, 0, sizeof(here_header))
 here_header[0] = IS_MAPPED
 cdef object parts_taker = None
-cdef tuple PART_NAMES = (None, "copy", "wait", "reduce", "send", "recv")
+cdef tuple PART_NAMES = (None, "copy", "wait", "reduce")
 
 
 def share(uintptr_t address, size_t nbytes, header):
@@ -325,9 +325,8 @@ cdef class Plan:
 
     cdef CPlan plan
     cdef readonly list payloads  # what `host.do` gets for a step: see `Script`
-    cdef list held
     cdef public bint gathers  # at its first fence all members wait for all
-    cdef bint sealed, offers, outside_steps
+    cdef bint sealed, offers
 
     def __cinit__(self, long rank, inputs, outputs):
         cdef size_t *sizes
@@ -341,7 +340,7 @@ cdef class Plan:
         PyMem_Free(sizes)
         if failed:
             raise MemoryError
-        self.payloads, self.held = [], []
+        self.payloads = []
 
     def __dealloc__(self):
         plan_close(&self.plan)
@@ -438,52 +437,15 @@ cdef class Plan:
         self.offers = True
         self.add(&step, None, places)
 
-    def take(self, wanted, payload, parity=None):
-        """Find what members exposed, which are places of the base MAPPED from now on.
+    def take(self, wanted, payload):
+        """Find what members exposed with the last fence: places of the base MAPPED from now on.
 
         Args:
             wanted: A rank and a part each.
-            payload: Of the step that learns how memory is accessed that is not known.
-            parity: Of the fence with which it was exposed, however it is accessed; None: the last fence, and
-                the other plan is run unless all of it is mapped.
+            payload: Of the step that maps memory that is not known.
         """
         cdef Step step = step_of(TAKE)
-        step.strict, step.number = parity is None, parity or 0
         self.add(&step, payload, [(MAPPED, rank, part) for rank, part in wanted])
-
-    def lives(self, long rank, payload):
-        """Go on if a member has not given up an operation in which it exposed memory."""
-        cdef Step step = step_of(LIVES)
-        step.whom = rank
-        self.add(&step, payload, ())
-
-    def outside(self, mover, place, size_t nbytes, long number, bint sends):
-        """Have bytes moved by ``mover``, whose attribute ``outside`` is the address of an `Outside`."""
-        cdef Step step = step_of(OUTSIDE)
-        step.nbytes, step.number = nbytes, number
-        step.way = FILL if sends else THROUGH
-        step.outside = <const Outside *><uintptr_t>mover.outside
-        if nbytes:
-            as_place(&step.dst, place)
-        self.held.append(mover)
-        self.outside_steps = True
-        self.add(&step, None, ())
-
-    def read(self, reader, dst, src, size_t nbytes):
-        """Have bytes that a member exposes read by ``reader``, whose attribute ``outside`` is as of `outside`."""
-        cdef Step step = step_of(OUTSIDE)
-        step.nbytes, step.reads = nbytes, True
-        step.outside = <const Outside *><uintptr_t>reader.outside
-        as_place(&step.dst, dst)
-        as_place(&step.src, src)
-        self.held.append(reader)
-        self.outside_steps = True
-        self.add(&step, None, ())
-
-    def caller(self, payload):
-        """Have Python do something."""
-        cdef Step step = step_of(CALLER)
-        self.add(&step, payload, ())
 
     def fold_elsewhere(self, dst, srcs, size_t nbytes, payload):
         """Have Python combine vectors; see `Script.addresses`."""
@@ -538,7 +500,7 @@ cdef class Script:
         if not plan.sealed:
             raise ValueError("the plan is not sealed")
         self.arrivals, self.plan, self.host, self.other = arrivals, plan, host, other
-        self.is_long = plan.outside_steps or plan.plan.moved >= LONG_BYTES
+        self.is_long = plan.plan.moved >= LONG_BYTES
         self.state.plan, self.state.board = &plan.plan, &arrivals.board
         self.state.tensors = <char **>PyMem_Malloc((plan.plan.tensors + 1) * sizeof(char *))
         self.state.mapped = <char **>PyMem_Malloc((plan.plan.mapped + 1) * sizeof(char *))
@@ -590,36 +552,11 @@ cdef class Script:
             self.host.do_extra(operation, turns)
         return status == OTHER
 
-    def run_from(self, Operation operation not None, inputs, outputs, int at):
-        """Run steps from one on; return the number of the one that is the caller's, or the number of steps."""
-        if not 0 <= at <= self.plan.plan.count:
-            raise IndexError(f"step {at} of {self.plan.plan.count}")
-        if not self.is_ready:
-            self._check_members()
-        self._begin(operation, inputs, outputs)
-        self.state.at = at
-        self._take_before(at)
-        self._go_on(operation)
-        return self.state.at
-
     cdef int _check_members(self) except -1:
         """Check that the members whom the plan names are on the board, before its first run."""
         if not plan_fits(&self.plan.plan, &self.arrivals.board):
             raise ValueError("the plan names a rank that is no member of the board")
         self.is_ready = True
-        return 0
-
-    cdef int _take_before(self, int at) except -1:
-        """Find exposed memory again that steps before one have found: the addresses of this run are new."""
-        cdef Run run
-        cdef CPlan one = self.plan.plan
-        cdef int each
-        for each in range(at):
-            if self.plan.plan.steps[each].kind == TAKE:
-                run = self.state
-                one.steps, one.count = &self.plan.plan.steps[each], 1
-                run.plan, run.at, run.parts = &one, 0, NULL
-                run_plan(&run)
         return 0
 
     cdef int _begin(self, Operation operation, inputs, outputs) except -1:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import attrs
 import pytest
 import torch
-from support.lending_offers import note_offers
 from support.oracle import example
 from support.ranks import RankFailed, Tenant, run_ranks
 from torch.distributed import ReduceOp
 
 from dist2 import GroupAbortedError, MismatchError, OperationTimeoutError, PeerLostError, ProcessGroup
 from dist2.backends.socket.algorithms.hosts import folding_groups
-from dist2.backends.socket.borrowing import Borrowed, Borrowing
-from dist2.backends.socket.executor import Traffic
-from dist2.backends.socket.overlap import Messages
 
 TWO_BY_TWO = Tenant("2+2", "socket", layout=(0, 0, 1, 1))
 LAYOUTS = (
@@ -103,25 +97,8 @@ def test_asynchronous_operations_and_parts_of_the_group() -> None:
     run_ranks(4, body, TWO_BY_TWO)
 
 
-@pytest.mark.parametrize("refused", [(), (3,), (0, 1, 2, 3)], ids=str)
-def test_ranks_of_all_hosts_lend_their_tensors_or_none_do(
-    refused: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    offers = note_offers(monkeypatch)
-
-    def body(pg: ProcessGroup) -> None:
-        for _ in range(2):
-            everyone = [example((LONG,), torch.float32, rank) for rank in range(pg.size())]
-            mine = everyone[pg.rank()].clone()
-            pg.all_reduce(mine)
-            assert torch.equal(mine, by_host(TWO_BY_TWO.layout, everyone))
-
-    run_ranks(4, body, attrs.evolve(TWO_BY_TWO, refused=refused))
-    assert len(offers) == (0 if refused else 2 * 4)
-
-
 @pytest.mark.parametrize("late", range(4))
-def test_memory_that_was_lent_is_its_callers_when_an_operation_fails(late: int) -> None:
+def test_memory_is_its_callers_when_an_operation_has_failed(late: int) -> None:
     """One rank comes after the others have given up: it must use none of their memory."""
     gave_up = threading.Barrier(4)
 
@@ -142,50 +119,6 @@ def test_memory_that_was_lent_is_its_callers_when_an_operation_fails(late: int) 
         assert not mine.any()
 
     run_ranks(4, body, TWO_BY_TWO)
-
-
-def test_what_a_rank_reads_of_one_that_has_given_up_goes_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank gives up, and its caller continues, while the other rank of its host reads its tensor."""
-    lent, back = threading.Event(), threading.Event()
-    borrow = Borrowing.borrow
-    calls = itertools.count()
-
-    def slowly(self: Borrowing, wanted: Sequence[tuple[int, int]]) -> list[Borrowed]:
-        borrowed = borrow(self, wanted)
-        if wanted == ((1, 0),) and next(calls):
-            lent.set()
-            back.wait(20)
-        return borrowed
-
-    monkeypatch.setattr(Borrowing, "borrow", slowly)
-    sent: list[int] = []
-    send = Traffic.start
-
-    def sending(self: Traffic, messages: Messages) -> None:
-        if back.is_set():
-            sent.extend(message.number for message in messages.sends)
-        send(self, messages)
-
-    monkeypatch.setattr(Traffic, "start", sending)
-
-    def body(pg: ProcessGroup) -> None:
-        pg.all_reduce(torch.ones(LONG))
-        pg.barrier()
-        mine = torch.ones(LONG)
-        if pg.rank() == 1:
-            aborter = threading.Thread(target=lambda: lent.wait(20) and pg.abort())
-            aborter.start()
-            with pytest.raises(GroupAbortedError):
-                pg.all_reduce(mine)
-            aborter.join()
-            mine.zero_()
-            back.set()
-            return
-        with pytest.raises((PeerLostError, GroupAbortedError)):
-            pg.all_reduce(mine)
-
-    run_ranks(4, body, TWO_BY_TWO)
-    assert not sent
 
 
 @pytest.mark.parametrize("odd", range(4))

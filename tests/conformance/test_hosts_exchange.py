@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import random
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-import attrs
 import pytest
 import torch
-from support.lending_offers import note_offers
 from support.ranks import Tenant, run_ranks
 
 from dist2 import GroupAbortedError, MismatchError, OperationTimeoutError, ProcessGroup
-from dist2.backends.socket.algorithms import hosts_exchange
-from dist2.backends.socket.journey import Itinerary
-from dist2.backends.socket.overlap import Action, Messages
-from dist2.backends.socket.transport.messages.rails import Rails
-from dist2.backends.socket.transport.messages.ways import ShortWays
 
 TWO_BY_TWO = Tenant("2+2", "socket", layout=(0, 0, 1, 1))
 FOUR = Tenant("2+2+2+2", "socket", layout=(0, 0, 1, 1, 2, 2, 3, 3))
@@ -56,8 +48,8 @@ def unevenly(src: int, dst: int) -> int:
     return (3 * src + 5 * dst) % 4 * LONG + src
 
 
-def in_pieces(src: int, dst: int) -> int:
-    """As many as there may be, or fewer."""
+def longer(src: int, dst: int) -> int:
+    """Longer than what goes without asking, and in part longer than the memory of a ring."""
     return (1 << 19) - 100_000 * ((src + 2 * dst) % 5)
 
 
@@ -67,85 +59,54 @@ def one_way(src: int, dst: int) -> int:
 
 
 @ON_ALL
-@pytest.mark.parametrize("scripts", [True, False], ids=["in scripts", "one by one"])
-@pytest.mark.parametrize("length", [evenly, unevenly, in_pieces, one_way], ids=lambda each: each.__name__)
-def test_parts_of_all_lengths(
-    tenant: Tenant, scripts: bool, length: Callable[[int, int], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not scripts:
-        monkeypatch.setattr(ShortWays, "rails", lambda self, fingerprint: None)
+@pytest.mark.parametrize("length", [evenly, unevenly, longer, one_way], ids=lambda each: each.__name__)
+def test_parts_of_all_lengths(tenant: Tenant, length: Callable[[int, int], int]) -> None:
     run_ranks(len(tenant.layout), lambda pg: exchange(pg, length), tenant)
 
 
-def test_parts_that_are_too_long_to_be_cut() -> None:
+def test_one_part_that_is_very_long() -> None:
     run_ranks(3, lambda pg: exchange(pg, lambda src, dst: 4_500_000 * (src + dst == 2)), LAYOUTS[2])
 
 
-@pytest.mark.parametrize("tenant", [TWO_BY_TWO, LAYOUTS[2]], ids=str)
-@pytest.mark.parametrize("opens", ["never", "on some ranks", "at times"])
-@pytest.mark.parametrize("awaits", [False, True], ids=["all at the end", "round by round"])
-def test_more_pieces_than_credit_covers(
-    tenant: Tenant, opens: str, awaits: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "tenant", [TWO_BY_TWO, Tenant("tcp", "socket", options={"transport": "tcp"})], ids=str
+)
+@pytest.mark.parametrize(
+    ("src", "sent", "expected"),
+    [
+        (1, LONG, 0),
+        (1, 0, LONG),
+        (1, 7, 0),
+        (1, LONG, 7),
+        (1, LONG, LONG + 1),
+        (2, LONG, 0),
+        (2, LONG, 7),
+        (2, 0, 7),
+    ],
+)
+def test_sizes_that_do_not_agree_are_told_on_all_hosts(
+    tenant: Tenant, src: int, sent: int, expected: int
 ) -> None:
-    """No rank waits for a waiting rank, at any point where scripts stop and Python continues."""
-    monkeypatch.setattr(hosts_exchange, "MOST_PIECES", 64)
-    opening, dice, add = Rails.open, random.Random(7), Itinerary.add
-
-    def sometimes(self: Rails, seq: int, early: Mapping[int, int]) -> bool:
-        may = {"never": False, "on some ranks": self._mailbox.rank % 2, "at times": dice.random() < 0.5}
-        return bool(may[opens]) and opening(self, seq, early)
-
-    def add_and_await(self: Itinerary, action: Action) -> None:
-        add(self, action)
-        if isinstance(action, Messages) and action.sends:
-            self._need(sorted(self._awaited)[: len(action.sends)])
-
-    monkeypatch.setattr(Rails, "open", sometimes)
-    if awaits:
-        monkeypatch.setattr(Itinerary, "add", add_and_await)
-    run_ranks(len(tenant.layout), lambda pg: exchange(pg, lambda src, dst: 1_300_000), tenant)
-
-
-def test_scripts_have_the_links_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[bool] = []
-    opening = Rails.open
-
-    def noting(self: Rails, seq: int, early: Mapping[int, int]) -> bool:
-        opened.append(opening(self, seq, early))
-        return opened[-1]
-
-    monkeypatch.setattr(Rails, "open", noting)
-    run_ranks(4, lambda pg: [exchange(pg, evenly) for _ in range(3)], TWO_BY_TWO)
-    assert any(opened)
-
-
-@pytest.mark.parametrize("refused", [(), (3,)], ids=str)
-def test_ranks_lend_what_is_for_their_host_or_none_do(
-    refused: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    offers = note_offers(monkeypatch)
-    run_ranks(4, lambda pg: exchange(pg, evenly), attrs.evolve(TWO_BY_TWO, refused=refused))
-    assert offers == ([] if refused else [2 * 2] * 2 * 4)
-
-
-@pytest.mark.parametrize(("src", "wrong"), [(1, 0), (1, 7), (1, LONG + 1), (2, 7), (2, LONG + 1)])
-def test_sizes_that_do_not_agree_are_told_on_all_hosts(src: int, wrong: int) -> None:
     """Rank 0 expects another number of elements than a rank sends, on its own host or on the other."""
 
     def body(pg: ProcessGroup) -> None:
-        sent, received = [LONG] * 4, [LONG] * 4
+        given, received = [LONG] * 4, [LONG] * 4
         if pg.rank() == 0:
-            received[src] = wrong
-        output = torch.zeros(sum(received), dtype=torch.int32)
+            received[src] = expected
+        if pg.rank() == src:
+            given[0] = sent
+        input, output = (torch.zeros(sum(each), dtype=torch.int32) for each in (given, received))
         exchange(pg, evenly)
         with pytest.raises(MismatchError) as caught:
-            pg.all_to_all_single(output, torch.zeros(4 * LONG, dtype=torch.int32), received, sent)
+            pg.all_to_all_single(output, input, received, given)
             pg.barrier()  # a rank that had all of its part by then gets the error here
-        if pg.rank() == 0 and src == 1:
-            assert f"rank 1 sends {LONG} elements to rank 0 that expects {wrong}" in str(caught.value)
-            assert caught.value.actual == {1: f"{LONG} elements"}
+        text = str(caught.value)
+        assert (
+            f"sizes differ: rank {src} sends {4 * sent} bytes to rank 0, which receives {4 * expected}"
+            in text
+        )
 
-    run_ranks(4, body, TWO_BY_TWO)
+    run_ranks(4, body, tenant)
 
 
 @pytest.mark.parametrize("late", range(4))

@@ -21,7 +21,7 @@ from support.processes import run_processes
 
 from dist2 import ProcessGroup
 
-FIRST_OF_8_BYTES = 205
+FIRST_OF_8_BYTES = 190
 FIRST_OF_1_MIB = 470
 REPEATED_OF_8_BYTES = 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,23 +70,3 @@ def script_on(board: Board, plan: Any, other: Any = None) -> tuple[Any, NotingHo
     """Return a script of a plan, which is sealed, and its host."""
     host = NotingHost(board)
     return Script(board.arrivals, plan.seal(), host, other), host
-
-
-_Move = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_long
-)
-
-
-class Mover:
-    """Notes what it was to move, and leaves the messages with an odd number to Python."""
-
-    def __init__(self) -> None:
-        self.moved: list[tuple[int | None, int, int]] = []
-        self._function = _Move(self._move)
-        self._record = (ctypes.c_void_p * 1)(ctypes.cast(self._function, ctypes.c_void_p))
-        self.outside = ctypes.addressof(self._record)
-
-    def _move(self, itself: int, memory: int | None, source: int | None, nbytes: int, number: int) -> int:
-        assert itself == self.outside and source is None
-        self.moved.append((memory, nbytes, number))
-        return number % 2

@@ -22,7 +22,6 @@ from dist2.backends.socket.options import SocketOptions, Transport
 from dist2.backends.socket.outside import Outside
 from dist2.backends.socket.programs import HOST_SLOT_BYTES, Programs
 from dist2.backends.socket.transport.boards.board import Board
-from dist2.backends.socket.transport.boards.lending import Lending
 from dist2.backends.socket.transport.links.card import Card
 from dist2.backends.socket.transport.messages.calls import REMEMBERED, Called
 from dist2.backends.socket.transport.messages.explaining import left_words
@@ -181,7 +180,6 @@ class SocketBackend(Backend):
             self.world_size,
             self._options,
             self.board,
-            None if self.board is None else Lending(self.board, self._node.cross_memory),
             self.endpoint,
             self._place.thresholds,
             self.layout,

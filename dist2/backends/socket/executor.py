@@ -12,10 +12,9 @@ from collections.abc import Sequence
 import torch
 
 from dist2.backends.socket.algorithms.schedule import Schedule
-from dist2.backends.socket.layout import Parts
 from dist2.backends.socket.memory import bytes_of, copy_bytes, room_of, view_at
-from dist2.backends.socket.overlap import Combine, Meet, Messages, Move, Needs, Place, Reach
-from dist2.backends.socket.plan import NO_PARTS, Plan, plan_of
+from dist2.backends.socket.overlap import Combine, Meet, Messages, Move, Needs, Place
+from dist2.backends.socket.plan import Plan, plan_of
 from dist2.backends.socket.transport.base import Endpoint, Transfer
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.errors import MismatchError
@@ -32,7 +31,7 @@ SLICES_KEPT = 1024
 
 Tensors = Sequence[torch.Tensor]
 
-_PARTS = {Messages: "send", Meet: "wait", Combine: "reduce", Move: "copy", Reach: "copy"}
+_PARTS = {Messages: "send", Meet: "wait", Combine: "reduce", Move: "copy"}
 
 
 class MessageExecutor:
@@ -62,15 +61,11 @@ class MessageExecutor:
         output_numels: Sequence[int],
         *,
         shift: int | None,
-        lent: Parts = NO_PARTS,
-        first_message: int = 0,
     ) -> Plan:
         """Plan a schedule for lists of tensors with these numbers of elements.
 
         Args:
             shift: See `plan_of`.
-            lent: How the tensors that the schedule lends are cut into parts.
-            first_message: See `plan_of`.
 
         Raises:
             InvalidUsageError: The reduction has no meaning for the dtype.
@@ -84,8 +79,6 @@ class MessageExecutor:
             output_numels,
             beside=self._beside,
             shift=shift,
-            lent=lent,
-            first_message=first_message,
         )
 
     def run(self, plan: Plan, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
@@ -135,18 +128,11 @@ class MessageExecutor:
         memories.append(self.scratch_of(plan.scratch))
         return memories
 
-    def meet(self, operation: Operation, *, alone: bool = False) -> None:
-        """Wait for the other ranks of this host; messages make progress meanwhile.
-
-        Args:
-            alone: Nothing is.
-        """
+    def meet(self, operation: Operation) -> None:
+        """Wait for the other ranks of this host; messages make progress meanwhile."""
         assert self._board is not None  # only schedules for several ranks on this host have fences
         try:
-            if alone:
-                self._board.fence_alone(operation)
-            else:
-                self._board.fence(operation)
+            self._board.fence(operation)
         except MismatchError:
             self.endpoint.disagree(operation.seq)  # the other hosts would wait for this one
             raise

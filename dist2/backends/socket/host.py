@@ -16,7 +16,7 @@ import torch
 from dist2.backends.socket.memory import tensor_at
 from dist2.backends.socket.sizes import BESIDE_NOTE, compare_sizes
 from dist2.backends.socket.transport.boards.board import Board
-from dist2.backends.socket.transport.boards.lending import Lending
+from dist2.backends.socket.transport.boards.exposed import Exposed
 from dist2.backends.socket.transport.boards.recall import Recall
 from dist2.operation import engine
 from dist2.operation.record import Operation
@@ -46,12 +46,11 @@ class Host:
 
     Args:
         board: The group's board.
-        lending: That board's lending.
     """
 
-    def __init__(self, board: Board, lending: Lending) -> None:
+    def __init__(self, board: Board) -> None:
         self.board = board
-        self.lending = lending
+        self.exposed = Exposed(board)
         self.recall = Recall(board)
         self.wait = board.wait
         self.log_call = board.log_call
@@ -113,7 +112,7 @@ class FindMemory:
 
     def do(self, host: Host, operation: Operation, script: Script, at: int) -> int:
         for member in host.board.members:
-            host.lending.find(member.rank)
+            host.exposed.find(member)
         return RETRY
 
 

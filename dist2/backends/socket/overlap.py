@@ -25,7 +25,7 @@ class Place:
 
     Attributes:
         memory: The index of the memory: inputs first, then outputs, then scratch, then the slots of this
-            host, then the exposed memory of its other ranks.
+            host.
         start: First byte.
         stop: One past the last.
     """
@@ -77,20 +77,14 @@ class Move:
     needs: Needs = ()
 
 
-@attrs.frozen
-class Reach(Move):
-    """Copy bytes out of memory that another rank exposes."""
-
-
 @attrs.frozen(eq=False)
 class Combine:
-    """Fold elements; `final`: the result is complete then."""
+    """Fold elements."""
 
     fold: FoldFunction
     dst: Place
     srcs: tuple[Place, ...]
     needs: Needs = ()
-    final: bool = True
 
 
 @attrs.frozen
@@ -111,18 +105,15 @@ class Memories:
         input_starts: Where each input lies in the concatenation of all, in bytes.
         output_starts: Where each output lies in the concatenation of all.
         shift: Byte ``n`` of the inputs may be byte ``n + shift`` of the outputs; None: they share nothing.
-        lent: Whether other ranks of this host access them.
     """
 
     input_starts: tuple[int, ...]
     output_starts: tuple[int, ...]
     shift: int | None
-    lent: bool = False
 
     def is_shared(self, place: Place) -> bool:
         """Whether other ranks of this host may read or write a place."""
-        scratch = len(self.input_starts) + len(self.output_starts)
-        return place.memory > scratch or (self.lent and place.memory < scratch)
+        return place.memory > len(self.input_starts) + len(self.output_starts)
 
     def share(self, first: Place, second: Place) -> bool:
         """Whether two places may have a byte in common."""

@@ -20,7 +20,6 @@ import attrs
 import torch
 
 from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Exchange, Fence, Fold, Schedule, Span
-from dist2.backends.socket.layout import Parts
 from dist2.backends.socket.overlap import (
     Action,
     Combine,
@@ -30,18 +29,12 @@ from dist2.backends.socket.overlap import (
     Messages,
     Move,
     Place,
-    Reach,
     overlapped,
 )
 from dist2.backends.socket.reduction import Fold as FoldFunction
 from dist2.backends.socket.reduction import bind_fold
 from dist2.errors import InvalidUsageError
 from dist2.operation.kinds import Reduction
-
-FOLD_BYTES = 256 << 10
-"""Blocks in which memory of other processes is fetched and folded: all of them fit the second-level cache."""
-
-NO_PARTS = Parts((), single=False)
 
 
 @attrs.frozen(eq=False)
@@ -54,10 +47,6 @@ class Plan:
         scratch: Bytes of scratch needed.
         messages: How many messages there are: they are numbered from 0.
         meets: Whether ranks of this host meet in shared memory.
-        lends: Which of its tensors the rank lends to the others of its host.
-        lent: How those are cut into parts.
-        borrows: The exposed parts that it uses, in the order of its memories: owner and part.
-        first_lent: Number of the first of those memories.
     """
 
     actions: tuple[Action, ...]
@@ -65,10 +54,6 @@ class Plan:
     scratch: int
     messages: int
     meets: bool
-    lends: Buffer | None = None
-    lent: Parts = NO_PARTS
-    borrows: tuple[tuple[int, int], ...] = ()
-    first_lent: int = 0
 
 
 def plan_of(
@@ -81,8 +66,6 @@ def plan_of(
     *,
     beside: Sequence[int] = (),
     shift: int | None,
-    lent: Parts = NO_PARTS,
-    first_message: int = 0,
 ) -> Plan:
     """Plan a schedule for lists of tensors with these numbers of elements.
 
@@ -90,14 +73,11 @@ def plan_of(
         beside: The ranks of this host, whose slots can be reached.
         shift: Element ``n`` of the inputs may be element ``n + shift`` of the outputs: the same memory; None:
             they share nothing.
-        lent: How the tensors that the schedule lends are cut into parts.
-        first_message: Number of the first message between two ranks in one direction: not 0 where other
-            messages of the operation come before.
 
     Raises:
         InvalidUsageError: The reduction has no meaning for the dtype.
     """
-    planner = _Planner(schedule, dtype, input_numels, output_numels, beside, first_message)
+    planner = _Planner(schedule, dtype, input_numels, output_numels, beside)
     folds: dict[bool, FoldFunction] = {}
     if reduction is not None:
         folds = {final: bind_fold(reduction, dtype, world_size, final) for final in (False, True)}
@@ -115,21 +95,10 @@ def plan_of(
         _starts(input_numels, itemsize),
         _starts(output_numels, itemsize),
         None if shift is None else shift * itemsize,
-        schedule.lends is not None,
     )
     actions = overlapped(planner.actions, memories)
     meets = any(isinstance(action, Meet) for action in actions)
-    return Plan(
-        actions,
-        dtype,
-        planner.scratch * itemsize,
-        planner.messages,
-        meets,
-        schedule.lends,
-        lent,
-        tuple(planner.borrows),
-        planner.first_lent,
-    )
+    return Plan(actions, dtype, planner.scratch * itemsize, planner.messages, meets)
 
 
 def _starts(numels: Sequence[int], itemsize: int) -> tuple[int, ...]:
@@ -146,14 +115,12 @@ class _Planner:
         input_numels: Sequence[int],
         output_numels: Sequence[int],
         beside: Sequence[int],
-        first_message: int,
     ) -> None:
         self.actions: list[Action] = []
         self.scratch = schedule.scratch
         self.messages = 0
         self._own_scratch = schedule.scratch
         self._itemsize = dtype.itemsize
-        self._first_message = first_message
         # By buffer: the tensors' ends in elements, and the number of the first of them.
         self._ends = {
             Buffer.INPUT: list(accumulate(input_numels)),
@@ -164,8 +131,6 @@ class _Planner:
         scratch = len(input_numels) + len(output_numels)
         self._first = {Buffer.INPUT: 0, Buffer.OUTPUT: len(input_numels), Buffer.SCRATCH: scratch}
         self._slots = {owner: scratch + 1 + index for index, owner in enumerate(beside)}
-        self.first_lent = scratch + 1 + len(self._slots)
-        self.borrows: dict[tuple[int, int], int] = {}
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
 
@@ -177,32 +142,13 @@ class _Planner:
 
     def copy(self, step: Copy) -> None:
         """Plan a copy."""
-        action = Reach if Buffer.LENT in (step.dst.buffer, step.src.buffer) else Move
         for dst, src in self._aligned(step.dst, step.src):
-            self.actions.append(action(dst, src))
+            self.actions.append(Move(dst, src))
 
     def fold(self, step: Fold, fold: FoldFunction) -> None:
-        """Plan a fold; exposed memory is fetched block by block, so that it is folded in the cache."""
-        lent = [index for index, src in enumerate(step.srcs) if src.buffer is Buffer.LENT]
-        if lent:
-            self._fold_blocks(step, fold, lent)
-            return
+        """Plan a fold."""
         for dst, *srcs in self._aligned(step.dst, *step.srcs):
-            self.actions.append(Combine(fold, dst, tuple(srcs), final=step.final))
-
-    def _fold_blocks(self, step: Fold, fold: FoldFunction, lent: Sequence[int]) -> None:
-        block = max(1, FOLD_BYTES // self._itemsize)
-        base = self._own_scratch
-        self.scratch = max(self.scratch, base + len(lent) * block)
-        for start in range(0, step.dst.numel, block):
-            stop = min(start + block, step.dst.numel)
-            srcs = [_stretch(src, start, stop) for src in step.srcs]
-            for turn, index in enumerate(lent):
-                fetched = base + turn * block
-                here = Span(Buffer.SCRATCH, fetched, fetched + stop - start)
-                self.copy(Copy(here, srcs[index]))
-                srcs[index] = here
-            self.fold(Fold(_stretch(step.dst, start, stop), tuple(srcs), step.final), fold)
+            self.actions.append(Combine(fold, dst, tuple(srcs)))
 
     def exchange(self, step: Exchange) -> None:
         """Plan messages; data that spans several tensors is packed before and unpacked after."""
@@ -226,7 +172,7 @@ class _Planner:
             self.copy(copy)
 
     def _message(self, peer: int, counted: Counter[int], span: Span) -> Message:
-        step = self._first_message + counted[peer]
+        step = counted[peer]
         counted[peer] += 1
         self.messages += 1
         return Message(peer, step, self._place(span), self.messages - 1)
@@ -239,8 +185,7 @@ class _Planner:
 
     def _cuts(self, span: Span) -> list[int]:
         """Return where ends of tensors cut a span, counted from its start."""
-        ends = self._ends.get(span.buffer, ())  # exposed memory is one part
-        return [end - span.start for end in ends if span.start < end < span.stop]
+        return [end - span.start for end in self._ends[span.buffer] if span.start < end < span.stop]
 
     def _aligned(self, *spans: Span) -> list[list[Place]]:
         """Cut spans of one length at every end of a tensor in any of them."""
@@ -251,12 +196,9 @@ class _Planner:
         """Return where a span lies that is within one tensor."""
         if span.buffer is Buffer.SLOT:
             memory, start = self._slots[span.owner], 0
-        elif span.buffer is Buffer.LENT:
-            number = self.borrows.setdefault((span.owner, span.part), len(self.borrows))
-            memory, start = self.first_lent + number, 0
         else:
             ends = self._ends[span.buffer]
-            index = bisect_right(ends, span.start)
+            index = min(bisect_right(ends, span.start), len(ends) - 1)  # an empty span may lie behind all
             memory, start = self._first[span.buffer] + index, ends[index - 1] if index else 0
         low, high = span.start - start, span.stop - start
         return Place(memory, low * self._itemsize, high * self._itemsize)
@@ -264,4 +206,4 @@ class _Planner:
 
 def _stretch(span: Span, start: int, stop: int) -> Span:
     """Return some elements of a span, counted from its start."""
-    return Span(span.buffer, span.start + start, span.start + stop, span.owner, span.part)
+    return Span(span.buffer, span.start + start, span.start + stop, span.owner)

@@ -78,7 +78,7 @@ class Recipe:
         request: The request for the algorithm.
         algorithm: Which it is.
         plan: Its plan, where it runs inside a host.
-        otherwise: Runs if memory cannot be accessed, for an algorithm that lends.
+        otherwise: Runs unless all tensors are mapped, for an algorithm that lends.
     """
 
     layout: Layout
@@ -127,14 +127,15 @@ class Recipes:
         algorithm = select(request, self._likeness.thresholds)
         if algorithm.lends:
             plain = self._make(signature, layout, attrs.evolve(request, forced=None, lends=False))
-            plan = self._mapped(signature, layout, request, algorithm) if algorithm.flat else None
+            plan = self._mapped(signature, layout, request, algorithm)
             return Recipe(layout, request, algorithm, plan, plain)
-        plan = self._slots(signature, layout, request, algorithm) if algorithm.flat else None
-        return Recipe(layout, request, algorithm, plan)
+        slots = self._slots(signature, layout, request, algorithm) if algorithm.flat else None
+        return Recipe(layout, request, algorithm, slots)
 
     def _request(self, signature: Signature, layout: Layout) -> Request:
         likeness, reduction = self._likeness, signature.reduction
-        counts, received = self._counts(signature.kind, layout.inputs.numels, layout.outputs.numels)
+        family = family_of(signature.kind)
+        counts, received = self._counts(family, layout.inputs.numels, layout.outputs.numels)
         return Request(
             kind=signature.kind,
             world_size=likeness.world_size,
@@ -150,10 +151,10 @@ class Recipes:
         )
 
     def _counts(
-        self, kind: OpKind, inputs: tuple[int, ...], outputs: tuple[int, ...]
+        self, family: OpKind, inputs: tuple[int, ...], outputs: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the elements of each part for `Request`, and those that an exchange receives."""
-        family, world_size = family_of(kind), self._likeness.world_size
+        world_size = self._likeness.world_size
         if family is OpKind.ALL_TO_ALL:
             return inputs, outputs
         if family is OpKind.ALL_GATHER:
@@ -168,7 +169,7 @@ class Recipes:
 
     def _slots(self, signature: Signature, layout: Layout, request: Request, algorithm: Algorithm) -> Plan:
         rank, exchanges = self._likeness.rank, request.family is OpKind.ALL_TO_ALL
-        block = self._block(signature.kind, layout, PIECE_BYTES if algorithm.streams else SLOT_BYTES)
+        block = self._block(request.family, layout, PIECE_BYTES if algorithm.streams else SLOT_BYTES)
         factory = (
             partial(flat_exchange, rank, stride=block)
             if exchanges
@@ -196,18 +197,20 @@ class Recipes:
             sizes,
         )
 
-    def _block(self, kind: OpKind, layout: Layout, nbytes: int) -> int:
+    def _block(self, family: OpKind, layout: Layout, nbytes: int) -> int:
         """Return how many elements of a part fit a slot half, or a piece, beside the other parts in it."""
         capacity = nbytes // layout.dtype.itemsize
-        if family_of(kind) not in _ONE_PART_A_SLOT:
+        if family not in _ONE_PART_A_SLOT:
             return capacity // self._likeness.world_size
         # Gathered data is written past the caches, and should still be in the nearest one then.
-        return capacity // 2 if family_of(kind) is OpKind.ALL_GATHER else capacity
+        return capacity // 2 if family is OpKind.ALL_GATHER else capacity
 
     def _schedule(self, request: Request, algorithm: Algorithm, *block: *Counts) -> Schedule:
         """Return the schedule of one block: parts of it are as long as the parts' stretches in it."""
-        counts, _ = self._counts(request.kind, *block)
-        return algorithm.schedule(self._likeness.rank, attrs.evolve(request, counts=counts))
+        counts, _ = self._counts(request.family, *block)
+        if counts != request.counts:
+            request = attrs.evolve(request, counts=counts)
+        return algorithm.schedule(self._likeness.rank, request)
 
 
 @lru_cache(maxsize=_MAX_LIKENESSES)

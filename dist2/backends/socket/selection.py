@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 from dist2.backends.socket.algorithms.registry import (
     ALGORITHMS,
-    HOSTS_LENT,
     MAPPED,
     Algorithm,
     algorithms_for,
@@ -55,18 +54,12 @@ def _may_be_mapped(request: Request, limits: Thresholds) -> bool:
     return _nbytes(request) >= row[column(request.world_size)]
 
 
-def _lends_between_hosts(request: Request, limits: Thresholds) -> bool:
-    """Return whether tensors are long enough that ranks of a host should lend them to each other."""
-    return request.lends and _nbytes(request) >= limits.hosts_lent_bytes * request.hosts.rails**3
-
-
 def _all_reduce(request: Request, limits: Thresholds) -> str:
     nbytes, world_size = _nbytes(request), request.world_size
     if request.is_flat:
         return "one_shot" if nbytes <= limits.one_shot_bytes[column(world_size)] else "two_shot"
     if request.is_hierarchical:
-        how = "whole" if _sent_twice(request) <= limits.whole_bytes else "direct"
-        return f"hosts_lent_{how}" if _lends_between_hosts(request, limits) else f"hosts_{how}"
+        return "hosts_whole" if _sent_twice(request) <= limits.whole_bytes else "hosts_direct"
     crowded = world_size > limits.crowd
     if request.any_order and nbytes <= limits.doubling_bytes and (crowded or _pairs_up(world_size)):
         return "doubling"
@@ -128,10 +121,7 @@ def _all_to_all(request: Request, limits: Thresholds) -> str:
     # Sizes must not count: each rank knows its own alone.
     if request.is_flat:
         return "flat"
-    if request.world_size > limits.crowd:
-        return "pairwise"
-    lends = request.lends and ALGORITHMS[request.family, HOSTS_LENT].fits(request)
-    return HOSTS_LENT if lends else "direct"
+    return "pairwise" if request.world_size > limits.crowd else "direct"
 
 
 def _barrier(request: Request, limits: Thresholds) -> str:

@@ -42,7 +42,6 @@ class Thresholds:
             mapped, and read each other's if so.
         reduce_mapped_bytes, reduce_scatter_mapped_bytes, broadcast_mapped_bytes, all_gather_mapped_bytes,
         gather_mapped_bytes, scatter_mapped_bytes, all_to_all_mapped_bytes: Likewise.
-        hosts_lent_bytes: Between hosts, from so many bytes by the cube of the ranks on a host.
         one_shot_bytes: Up to so many bytes, a flat `all_reduce` folds everything everywhere.
         one_shot_reduce_bytes: Likewise, the root of a flat `reduce` folds everything.
         whole_bytes: Up to so many bytes sent twice, an `all_reduce` by messages sends whole vectors.
@@ -61,7 +60,6 @@ class Thresholds:
     gather_mapped_bytes: Row = (96 << 10, 320 << 10, 256 << 10, 512 << 10)
     scatter_mapped_bytes: Row = (96 << 10, 320 << 10, 192 << 10, 256 << 10)
     all_to_all_mapped_bytes: Row = (64 << 10, 144 << 10, 128 << 10, 512 << 10)
-    hosts_lent_bytes: int = 128 << 10
     one_shot_bytes: Row = (16 << 10, 24 << 10, 12 << 10, 24 << 10)
     one_shot_reduce_bytes: Row = (16 << 20, 3 << 20, 48 << 10, 192 << 10)
     whole_bytes: int = 256 << 10

@@ -73,7 +73,7 @@ def test_a_frame_that_nothing_is_before_begins_at_the_beginning(
     sides: tuple[Side, Side], nbytes: int
 ) -> None:
     one, two = sides
-    link = two.endpoint._fabric.ringed_from(one.node.card.card.fabric_id)
+    link = two.endpoint._fabric.linkage.rings.links_from.get(one.node.card.card.fabric_id)
     assert link is not None
     assert link.rx is not None
     begins = 8 if nbytes > 8 else 0  # then the payload has lines of its own
@@ -224,7 +224,7 @@ def test_a_closed_group_takes_no_short_way(sides: tuple[Side, Side]) -> None:
 
 def test_a_ring_with_a_counter_out_of_bounds_ends_the_peer_and_nothing_else(sides: tuple[Side, Side]) -> None:
     one, two = sides
-    link = two.endpoint._fabric.ringed_from(one.node.card.card.fabric_id)
+    link = two.endpoint._fabric.linkage.rings.links_from.get(one.node.card.card.fabric_id)
     assert link is not None
     assert link.rx is not None
     link.rx._words[0] = 1 << 50
@@ -269,7 +269,7 @@ def test_nothing_is_taken_while_another_thread_polls(sides: tuple[Side, Side]) -
 def test_what_a_group_says_of_itself_counts_wherever_it_is_kept(sides: tuple[Side, Side]) -> None:
     one, two = sides
     mailbox, other = two.endpoint._mailbox, one.node.card.card.fabric_id
-    link, out = two.endpoint._fabric.ringed_from(other), two.endpoint._fabric.outgoing(other)
+    link, out = two.endpoint._fabric.linkage.rings.links_from.get(other), two.endpoint._fabric.outgoing(other)
     assert link is not None
     assert out is not None  # the same, unless both sides connected at once
     mailbox.__class__ = FaultyMailbox

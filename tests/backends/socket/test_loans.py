@@ -83,7 +83,7 @@ def test_without_permission_nothing_is_tried(
     sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = sides
-    link = two.endpoint._fabric.ringed_from(one.node.card.card.fabric_id)
+    link = two.endpoint._fabric.linkage.rings.links_from.get(one.node.card.card.fabric_id)
     assert link is not None
     assert link.rx is not None
     link.rx.pid = 0

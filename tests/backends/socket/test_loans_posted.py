@@ -163,7 +163,7 @@ def test_where_reading_is_refused_the_message_comes_through_the_ring(
 ) -> None:
     one, two = sides
     fabric, mailbox = two.side.endpoint._fabric, two.side.endpoint._mailbox
-    link = fabric.ringed_from(mailbox.fabric_ids[0])
+    link = fabric.linkage.rings.links_from.get(mailbox.fabric_ids[0])
     assert link is not None
     assert link.rx is not None
     link.rx.pid = pid  # of no process
@@ -177,7 +177,7 @@ def test_where_reading_is_refused_the_message_comes_through_the_ring(
 def test_what_was_read_of_a_process_that_has_ended_goes_to_nobody(sides: tuple[Side, Receiver]) -> None:
     """A process id may belong to another process by then: in this test to the own one."""
     one, two = sides
-    link = two.side.endpoint._fabric.ringed_from(two.side.endpoint._mailbox.fabric_ids[0])
+    link = two.side.endpoint._fabric.linkage.rings.links_from.get(two.side.endpoint._mailbox.fabric_ids[0])
     assert link is not None
     assert link.rx is not None
     child = subprocess.Popen([sys.executable, "-c", ""])

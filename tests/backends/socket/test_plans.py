@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.boards import Members
-from support.scripts import Mover, NotingHost, tensor
+from support.scripts import NotingHost, tensor
 
 from dist2.backends.socket.lowering import FILL, MAPPED, SLOT
 from dist2.backends.socket.transport.boards.board import Board
@@ -60,8 +60,6 @@ OWN = "writes outside of the rank's own memory"
         (lambda plan: plan.fold_elsewhere(tensor(OUTPUT), [tensor(INPUT, 97)], 4, None), INSIDE),
         (lambda plan: plan.fence(ALL, (tensor(INPUT), tensor(OUTPUT), 4)), OWN),
         (lambda plan: plan.fence(ALL, (tensor(OUTPUT), tensor(INPUT, 97), 4)), INSIDE),
-        (lambda plan: plan.outside(Mover(), tensor(OUTPUT, 97), 4, 0, False), "moves memory"),
-        (lambda plan: plan.outside(Mover(), tensor(2), 4, 0, True), "moves memory"),
         (lambda plan: plan.claim(HALVES + 1), "claims pieces of no kind"),
         (lambda plan: plan.expect_shared([tensor(2)]), "exposes what is in no tensor"),
         (lambda plan: plan.expect_shared([(SLOT, RANK, 0)]), "exposes what is in no tensor"),
@@ -166,7 +164,7 @@ def test_a_sealed_plan_gets_no_more_steps_and_an_open_one_is_not_run(board: Boar
     with pytest.raises(ValueError, match="not sealed"):
         Script(board.arrivals, plan, NotingHost(board))
     plan.seal()
-    for add in (plan.end, lambda: plan.copy(tensor(OUTPUT), tensor(INPUT), 1), lambda: plan.caller(None)):
+    for add in (plan.end, lambda: plan.copy(tensor(OUTPUT), tensor(INPUT), 1), lambda: plan.claim(0)):
         with pytest.raises(ValueError, match="the plan is sealed"):
             add()
     assert len(plan) == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import pytest
 from support.endpoint_pairs import PRINT, Side, text, two_sides
@@ -13,7 +12,6 @@ from support.raising_handlers import interrupted
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.express_socket import SocketReceive
-from dist2.backends.socket.transport.messages.rails import Freight, Rails
 from dist2.backends.socket.transport.poller import Poller
 from dist2.backends.socket.transport.raw import address_of
 from dist2.runtime.deadline import deadline_in
@@ -133,35 +131,3 @@ def test_in_c_who_is_interrupted_as_it_wakes_waiters_raises_that(monkeypatch: py
                     break
         finally:
             poller._waiters -= 1
-
-
-# Rails
-
-
-def _ride(rails: Rails, freight: Freight) -> None:
-    """Do as a journey does with its rails."""
-    try:
-        rails.open(1, {})
-    finally:
-        try:
-            if rails.is_open:
-                rails.close(lambda number: freight, None)
-        finally:
-            rails.abandon()
-
-
-def test_who_has_rails_leaves_role_and_links_to_others() -> None:
-    freight = Freight(Lot(1, 0, PRINT, 24), memoryview(bytearray(24)))
-    for where in itertools.count():
-        with two_sides(share=False) as (one, _):
-            endpoint = one.endpoint
-            rails = Rails(endpoint._fabric, endpoint._mailbox, PRINT)
-            rails.rail(1)
-            raised = interrupted(where, partial(_ride, rails, freight))
-            assert is_free(endpoint._fabric.poller), raised
-            links = endpoint._fabric.linkage.links.values()
-            assert not any(link.leased for link in links), raised
-            assert rails.rail(1).close()[2] == [], raised
-        if not raised:
-            break
-    assert where > 20

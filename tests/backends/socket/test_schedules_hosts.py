@@ -62,7 +62,6 @@ def requests_on(
             slot_bytes=slot,
             root=root,
             piece_bytes=slot // 8,
-            crossing_bytes=max(1, slot // 50),
         )
         for request in requests_for(algorithm, len(layout), size)
     ]
@@ -196,8 +195,6 @@ def crossing(layout: tuple[int, ...], schedules: list[Schedule]) -> list[int]:
         (OpKind.ALL_REDUCE, "hosts_direct", (0, 0, 1, 1), [960, 960]),
         (OpKind.ALL_REDUCE, "hosts_direct", (0, 0, 1, 1, 2, 2), [1280, 1280, 1280]),
         (OpKind.ALL_REDUCE, "hosts_direct", (0, 1, 0, 0, 1), [960, 960]),
-        (OpKind.ALL_REDUCE, "hosts_lent_whole", (0, 0, 1, 1), [960, 960]),
-        (OpKind.ALL_REDUCE, "hosts_lent_direct", (0, 0, 1, 1, 2, 2), [1280, 1280, 1280]),
         (OpKind.REDUCE, "hosts", (0, 0, 1, 1), [0, 960]),
         (OpKind.BROADCAST, "hosts", (0, 0, 1, 1), [960, 0]),
         (OpKind.BROADCAST, "hosts_tree", (0, 0, 1, 1), [960, 0]),

@@ -55,7 +55,6 @@ def test_the_choice_always_fits(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_chosen_keeps_its_promise(family: OpKind) -> None:
     limits = Thresholds(
-        hosts_lent_bytes=4,
         **(dict.fromkeys(MAPPED, (12,) * len(CROWDS)) | {"all_reduce_mapped_bytes": (8, 8, 27, 27)}),
         one_shot_bytes=(4, 2, 1, 1),
         one_shot_reduce_bytes=(4, 2, 1, 1),
@@ -131,25 +130,16 @@ def test_all_to_all_chooses_without_looking_at_sizes() -> None:
         names = {chosen(OpKind.ALL_TO_ALL, world_size, nbytes) for nbytes in (0, 8 * world_size, 1 << 28)}
         assert len(names) == 1
     slots = {"slot_bytes": MIB}
-    for layout, lends, name in (
-        ((0, 0, 1, 1), True, "hosts_lent"),
-        ((0, 0, 1, 1), False, "direct"),
-        ((0, 1, 2, 3), True, "direct"),
-        ((0,) * 9 + (1,) * 8, True, "pairwise"),
+    for layout, name in (
+        ((0, 0, 1, 1), "direct"),
+        ((0, 1, 2, 3), "direct"),
+        ((0,) * 9 + (1,) * 8, "pairwise"),
     ):
         asked = [
-            request(OpKind.ALL_TO_ALL, len(layout), nbytes, layout=layout, lends=lends, **slots)
+            request(OpKind.ALL_TO_ALL, len(layout), nbytes, layout=layout, **slots)
             for nbytes in (0, 64, 1 << 28)
         ]
         assert {select(each).name for each in asked} == {name}
-
-
-def test_a_host_may_have_too_many_ranks_to_lend_parts() -> None:
-    layout = (0,) * 17 + (1,)
-    asked = request(OpKind.ALL_TO_ALL, 18, MIB, layout=layout, slot_bytes=MIB)
-    assert select(asked, Thresholds(crowd=64)).name == "direct"
-    with pytest.raises(InvalidUsageError, match="does not fit"):
-        select(attrs.evolve(asked, forced="hosts_lent"))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=name_of)

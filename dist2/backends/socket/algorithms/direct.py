@@ -135,7 +135,7 @@ def all_to_all(rank: int, world_size: int, sent: Sequence[int], received: Sequen
     sends = (Send(peer, source(*outgoing[peer : peer + 2])) for peer in peers_after(rank, world_size))
     recvs = (Recv(peer, target(*incoming[peer : peer + 2])) for peer in peers_before(rank, world_size))
     own = Copy(target(*incoming[rank : rank + 2]), source(*outgoing[rank : rank + 2]))
-    return assemble([Exchange(tuple(sends), tuple(recvs)), own])
+    return assemble([Exchange(tuple(sends), tuple(recvs)), own], sizes_known=False)
 
 
 def all_reduce_whole(rank: int, world_size: int, numel: int, layout: tuple[int, ...] = ()) -> Schedule:

@@ -19,4 +19,4 @@ def all_to_all(rank: int, world_size: int, sent: Sequence[int], received: Sequen
     for distance in range(1, world_size):
         to, of = (rank + distance) % world_size, (rank - distance) % world_size
         steps.append(exchange(to, source(*outgoing[to : to + 2]), of, target(*incoming[of : of + 2])))
-    return assemble(steps)
+    return assemble(steps, sizes_known=False)

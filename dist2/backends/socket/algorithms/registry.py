@@ -15,8 +15,6 @@ from dist2.backends.socket.algorithms import (
     flat_exchange,
     flat_moving,
     flat_reducing,
-    hosts_exchange,
-    hosts_lending,
     hosts_moving,
     hosts_reducing,
     mapped,
@@ -38,11 +36,10 @@ class Algorithm:
         family: The operation it is for, in all its spellings.
         build: Makes the schedule of a rank.
         flat: It runs on shared memory, not on messages.
-        lends: Ranks of a host reach into each other's tensors, where they can: if not, another one runs.
+        lends: It is flat; ranks read each other's tensors where all are mapped, otherwise another one runs.
         hierarchical: It uses both: shared memory inside hosts, messages between them.
         ordered: It folds in rank order or not at all, so that inexact reductions may use it.
         streams: It is flat, and not all ranks wait for all: its blocks go through pieces of slots.
-        most_beside: How many ranks a host may have, where that counts.
     """
 
     name: str
@@ -53,7 +50,6 @@ class Algorithm:
     hierarchical: bool = False
     ordered: bool = True
     streams: bool = False
-    most_beside: int | None = None
 
     def schedule(self, rank: int, request: Request) -> Schedule:
         """Return the schedule of ``rank``."""
@@ -65,9 +61,8 @@ class Algorithm:
             return False
         # A slot must hold at least an element of each part.
         if self.hierarchical:
-            most = self.most_beside
-            return request.is_hierarchical and (most is None or request.hosts.rails <= most)
-        if self.flat and self.lends and request.world_size > MOST_EXPOSED:
+            return request.is_hierarchical
+        if self.lends and request.world_size > MOST_EXPOSED:
             return False
         return not self.flat or request.is_flat
 
@@ -129,15 +124,6 @@ def _hosts_vector(make: Callable[[int, tuple[int, ...], int, int, int], Schedule
     )
 
 
-def _hosts_lent_vector(make: Callable[[int, tuple[int, ...], int, int], Schedule]) -> _Build:
-    return lambda rank, request: make(rank, request.layout, request.counts[0], request.crossing_numel)
-
-
-def _hosts_lent_pairs(rank: int, request: Request) -> Schedule:
-    sent, received = request.counts, request.received
-    return hosts_exchange.all_to_all(rank, request.layout, sent, received, 2 * request.crossing_numel)
-
-
 def _hosts_parts(make: Callable[[int, tuple[int, ...], tuple[int, ...], int], Schedule]) -> _Build:
     return lambda rank, request: make(rank, request.layout, request.counts, request.capacity)
 
@@ -166,7 +152,6 @@ def _mapped(family: OpKind, build: _Build) -> Algorithm:
 MAPPED = "mapped"
 MOST_EXPOSED = 256
 """Ranks up to which tensors are read in place: a rank exposes a part for each; a table has room for 313."""
-HOSTS_LENT = "hosts_lent"
 _REDUCE_SCATTER = OpKind.REDUCE_SCATTER
 _REGISTRY = (
     Algorithm("one_shot", OpKind.ALL_REDUCE, _vector(flat_reducing.all_reduce_one_shot), flat=True),
@@ -183,20 +168,6 @@ _REGISTRY = (
     ),
     Algorithm(
         "hosts_direct", OpKind.ALL_REDUCE, _hosts_vector(hosts_reducing.all_reduce_direct), hierarchical=True
-    ),
-    Algorithm(
-        "hosts_lent_whole",
-        OpKind.ALL_REDUCE,
-        _hosts_lent_vector(hosts_lending.all_reduce_whole),
-        lends=True,
-        hierarchical=True,
-    ),
-    Algorithm(
-        "hosts_lent_direct",
-        OpKind.ALL_REDUCE,
-        _hosts_lent_vector(hosts_lending.all_reduce_direct),
-        lends=True,
-        hierarchical=True,
     ),
     Algorithm("one_shot", OpKind.REDUCE, _rooted(flat_reducing.reduce_one_shot), flat=True, streams=True),
     Algorithm("two_shot", OpKind.REDUCE, _rooted(flat_reducing.reduce_two_shot), flat=True),
@@ -236,14 +207,6 @@ _REGISTRY = (
     _mapped(OpKind.ALL_TO_ALL, _pairs(mapped.all_to_all)),
     Algorithm("direct", OpKind.ALL_TO_ALL, _pairs(direct.all_to_all)),
     Algorithm("pairwise", OpKind.ALL_TO_ALL, _pairs(pairwise.all_to_all)),
-    Algorithm(
-        HOSTS_LENT,
-        OpKind.ALL_TO_ALL,
-        _hosts_lent_pairs,
-        lends=True,
-        hierarchical=True,
-        most_beside=hosts_exchange.MOST_BESIDE,
-    ),
     Algorithm("flat", OpKind.BARRIER, _nothing(flat_moving.barrier), flat=True),
     Algorithm("dissemination", OpKind.BARRIER, _nothing(dissemination.barrier)),
     Algorithm("hosts", OpKind.BARRIER, _hosts_barrier, hierarchical=True),

@@ -41,10 +41,10 @@ class Request:
         layout: Number of each rank's host, where there are several; empty otherwise.
         scratch_bytes: Scratch memory that long operations should not exceed, where possible.
         piece_bytes: Bytes of a rail that are folded and sent at a time, between hosts.
-        crossing_bytes: Length of messages between hosts if ranks expose their tensors to each other.
         received: For `all_to_all`: elements that this rank gets from each.
         forced: Name of the algorithm that the caller insists on.
-        lends: Whether ranks may expose their tensors to each other.
+        lends: Whether ranks may expose mapped tensors to each other.
+        family: The operation whose algorithms serve it.
     """
 
     kind: OpKind
@@ -58,15 +58,13 @@ class Request:
     layout: tuple[int, ...] = ()
     scratch_bytes: int = 32 << 20
     piece_bytes: int = 4 << 20
-    crossing_bytes: int = 256 << 10
     received: tuple[int, ...] = ()
     forced: str | None = None
     lends: bool = True
+    family: OpKind = attrs.field(init=False)
 
-    @property
-    def family(self) -> OpKind:
-        """The operation whose algorithms serve it."""
-        return family_of(self.kind)
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "family", family_of(self.kind))
 
     @property
     def any_order(self) -> bool:
@@ -108,11 +106,6 @@ class Request:
     def piece_numel(self) -> int:
         """Elements of a rail that are folded and sent at a time."""
         return max(1, self.piece_bytes // self.itemsize)
-
-    @property
-    def crossing_numel(self) -> int:
-        """Elements of a message between hosts, where ranks of a host lend each other their tensors."""
-        return max(1, self.crossing_bytes // self.itemsize)
 
     @property
     def capacity(self) -> int:

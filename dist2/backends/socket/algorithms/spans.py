@@ -73,10 +73,12 @@ def assemble(
     slot: int = 0,
     lends: Buffer | None = None,
     streams: bool = False,
+    sizes_known: bool = True,
 ) -> Schedule:
     """Make a schedule: drop empty steps, join adjacent copies.
 
-    A message of no elements is dropped on both sides, for both know its size.
+    A message of no elements is dropped on both sides if both know its size. Otherwise it is sent, as its
+    receiver may expect elements.
     """
     kept: list[Step] = []
     for step in steps:
@@ -87,15 +89,19 @@ def assemble(
             if step.dst.numel:
                 kept.append(step)
         elif isinstance(step, Exchange):
-            sends = tuple([send for send in step.sends if send.span.start != send.span.stop])
-            recvs = tuple([recv for recv in step.recvs if recv.span.start != recv.span.stop])
-            if len(sends) + len(recvs) < len(step.sends) + len(step.recvs):
-                step = Exchange(sends, recvs)
-            if sends or recvs:
+            if sizes_known:
+                step = _without_empty(step)
+            if step.sends or step.recvs:
                 kept.append(step)
         else:
             kept.append(step)
     return Schedule(tuple(kept), scratch, slot, lends, streams)
+
+
+def _without_empty(step: Exchange) -> Exchange:
+    sends = tuple([send for send in step.sends if send.span.start != send.span.stop])
+    recvs = tuple([recv for recv in step.recvs if recv.span.start != recv.span.stop])
+    return Exchange(sends, recvs) if len(sends) + len(recvs) < len(step.sends) + len(step.recvs) else step
 
 
 def exchange(to: int, sent: Span, of: int, received: Span) -> Exchange:

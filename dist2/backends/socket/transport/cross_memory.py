@@ -14,12 +14,9 @@ Source: process_vm_readv(2), ptrace(2), pidfd_open(2).
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
-from collections.abc import Callable
 from typing import Any
 
-from dist2.runtime.other_process import has_ended
 from dist2.runtime.shared_memory import TOKEN_BYTES, ArenaLocator
 
 
@@ -47,22 +44,13 @@ def read(pid: int, dst: int, src: int, nbytes: int) -> None:
     Raises:
         OSError: The process is gone, the memory is not mapped, or it may not be read.
     """
-    _move(pid, dst, src, nbytes)
-
-
-def bound_read(pid: int, dst: int, src: int, nbytes: int) -> Callable[[], None]:
-    """Return a function that does one `read` each time it is called, with its arguments made beforehand."""
-    return _bound(pid, dst, src, nbytes)
-
-
-def check_alive(pidfd: int) -> None:
-    """Check that a process whose memory was read has not ended by then; see `has_ended`.
-
-    Raises:
-        OSError: It has.
-    """
-    if has_ended(pidfd):
-        raise ProcessLookupError(errno.ESRCH, "the process has ended")
+    while nbytes > 0:  # the kernel moves less than 2 GiB at a time
+        local, remote = _Stretch(dst, nbytes), _Stretch(src, nbytes)
+        moved = _read(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+        if moved <= 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"memory of process {pid}: {os.strerror(number)}")
+        dst, src, nbytes = dst + moved, src + moved, nbytes - moved
 
 
 def can_reach(locator: ArenaLocator) -> bool:
@@ -78,24 +66,3 @@ def can_reach(locator: ArenaLocator) -> bool:
     except OSError:
         return False
     return found.raw.hex() == locator.token
-
-
-def _move(pid: int, here: int, there: int, nbytes: int) -> None:
-    while nbytes > 0:  # the kernel moves less than 2 GiB at a time
-        local, remote = _Stretch(here, nbytes), _Stretch(there, nbytes)
-        moved = _read(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
-        if moved <= 0:
-            number = ctypes.get_errno()
-            raise OSError(number, f"memory of process {pid}: {os.strerror(number)}")
-        here, there, nbytes = here + moved, there + moved, nbytes - moved
-
-
-def _bound(pid: int, here: int, there: int, nbytes: int) -> Callable[[], None]:
-    # The references keep the structures alive.
-    local, remote = ctypes.byref(_Stretch(here, nbytes)), ctypes.byref(_Stretch(there, nbytes))
-
-    def move() -> None:
-        if _read(pid, local, 1, remote, 1, 0) != nbytes:  # it failed, or is longer than one call moves
-            _move(pid, here, there, nbytes)
-
-    return move

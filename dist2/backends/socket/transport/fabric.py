@@ -157,10 +157,6 @@ class Fabric:
         """Return the link on which short messages of a process arrive; None before the first one."""
         return self._heard.get(fabric_id)
 
-    def ringed_from(self, fabric_id: str) -> Link | None:
-        """Return the link whose ring carries the messages of a process; None without a ring."""
-        return self._rings.links_from.get(fabric_id)
-
     @property
     def is_full(self) -> bool:
         """Whether a link has more to write than its socket took."""

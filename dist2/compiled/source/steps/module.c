@@ -1,4 +1,4 @@
-/* The part `steps` of the extension: what plans move over sockets. */
+/* The part `steps` of the extension: payloads over sockets. */
 
 #include "parts.h"
 #include "steps.h"
@@ -6,7 +6,7 @@
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "dist2.compiled._native.steps",
-    .m_doc = "Payloads over sockets, and the messages of plans.",
+    .m_doc = "Payloads over sockets.",
     .m_size = -1,
 };
 
@@ -17,7 +17,7 @@ steps_made(void)
     if (self == NULL) {
         return NULL;
     }
-    if (streams_ready(self) < 0 || segments_ready(self) < 0 || rails_ready(self) < 0 || movers_ready(self) < 0) {
+    if (streams_ready(self) < 0 || segments_ready(self) < 0) {
         Py_DECREF(self);
         return NULL;
     }

@@ -1,7 +1,7 @@
 /* Announced messages, from the announcement to the last segment: the counterpart of `move_message` in
    transport/messages/segments.py. */
 
-#include "rails.h"
+#include "steps.h"
 
 #include <errno.h>
 #include <poll.h>

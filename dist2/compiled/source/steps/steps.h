@@ -9,10 +9,10 @@
 
 #include <structmember.h>
 
+enum { FRAME_BYTES = 56 }; /* of a header: `wire.py` */
+
 /* Add the Python names of a file to the module; -1 with an exception. */
 int streams_ready(PyObject *module);
 int segments_ready(PyObject *module);
-int rails_ready(PyObject *module);
-int movers_ready(PyObject *module);
 
 #endif

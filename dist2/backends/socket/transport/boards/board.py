@@ -132,10 +132,6 @@ class Board:
         """
         self.arrivals.cross(operation, self.wait, whom, self._turn_of_messages(operation))
 
-    def fence_alone(self, operation: Operation) -> None:
-        """Do as `fence`, with no messages in flight: arriving frames stay in the sockets for a while."""
-        self.arrivals.cross(operation, self._wait_alone, ALL, _nothing)
-
     def reach(self, operation: Operation, phase: int) -> None:
         """Return when all members are at a fence that this one has reached before; raises as `fence`."""
         if self._peers:
@@ -195,12 +191,6 @@ class Board:
             lambda: self._have_come(whom, phase), operation, lambda: self._absent(whom, phase)
         )
 
-    def _wait_alone(self, operation: Operation) -> None:
-        """`wait` without progress of messages, for at most the time of one sleep."""
-        whom, phase = self.arrivals.whom, self.arrivals.sought
-        self._waiting.sleep_alone(lambda: self._have_come(whom, phase), operation)
-        self.wait(operation)
-
     def check(self, operation: Operation, rank: int) -> None:
         """Raise the error of a fence that waits for a failed member (died, left or aborted); or return."""
         self._waiting.check(lambda: [rank], operation)
@@ -244,7 +234,3 @@ class Board:
         self.roster.leave()
         neighbours = [member.neighbour for member in self.members]
         self.regions.leave(neighbours, self.meeting.all_have_met(), self.roster.has_aborted())
-
-
-def _nothing() -> None:
-    """Do nothing between two yields: with something to call there, a member yields longer."""

@@ -11,8 +11,6 @@ by the next fence.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.control_words import GAVE_UP, PHASES, PRINT_BITS, RING
@@ -39,30 +37,10 @@ class Recall:
         self._board = board
         self._own = board.regions.words(board.rank)
         self._peers = board.roster.peers
-        self._let_go: Callable[[], None] = _nothing
-
-    @contextmanager
-    def letting_go(self, let_go: Callable[[], None]) -> Iterator[None]:
-        """Have an operation let go of links that it has for itself before a reason is looked for."""
-        self._let_go = let_go
-        try:
-            yield
-        finally:
-            self._let_go = _nothing
 
     def gave_up(self) -> list[int]:
         """Return the other members that have given up an operation."""
         return [member.rank for words, member in self._peers if words[GAVE_UP]]
-
-    def fence(self, operation: Operation) -> None:
-        """Do a fence of an operation that exposes memory: earlier reads are valid after it.
-
-        Raises:
-            PeerLostError: A member has given up the operation.
-            Dist2Error: As `Board.fence`.
-        """
-        self._board.fence(operation)
-        self.check(operation)
 
     def check(self, operation: Operation) -> None:
         """Raise if a member has given up an operation in which it had lent memory.
@@ -84,7 +62,6 @@ class Recall:
         That it died, left or aborted is the better answer, as is the death for which it gave up, on this host
         or another. Memory of a process that ends is gone a moment before its death shows.
         """
-        self._let_go()
         end = time.monotonic() + HEAR_S
         while True:
             self._board.check(operation, rank)
@@ -135,7 +112,3 @@ class Recall:
             for words, member in self._peers
             if words[phase % RING] >> PRINT_BITS != phase % PHASES and not member.neighbour.is_dead()
         ]
-
-
-def _nothing() -> None:
-    """Have no links."""

@@ -15,7 +15,7 @@ from dist2.backends.socket.transport.shared_memory import Neighbour, Region, Sha
 
 TEXT_AT, TEXT_BYTES = 1024, 2048
 """Where in a member's control page a call is described: see `mismatches`. The tables of its exposed memory
-follow: see `lending`."""
+follow: see `exposed`."""
 
 SLOT_BYTES = 1 << 20
 """Each half of a member's slot. Larger operations go through in blocks."""

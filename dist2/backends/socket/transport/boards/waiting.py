@@ -93,20 +93,7 @@ class Waiting:
                 ctrl_c.look()
             self.hear(operation)
             self.check(missing, operation)
-            self._sleep(arrived, operation, self._roster.messages)
-
-    def sleep_alone(self, arrived: Callable[[], bool], operation: Operation) -> None:
-        """Sleep on the doorbell for a while, unless something is the case; messages have no turn meanwhile.
-
-        Args:
-            arrived: Whether it is.
-            operation: The operation that waits.
-
-        Raises:
-            Dist2Error: Raised by ``arrived``.
-        """
-        if not arrived():
-            self._sleep(arrived, operation, None)
+            self._sleep(arrived, operation)
 
     def hear(self, operation: Operation) -> None:
         """Make progress on the group's messages, if any; raise the failures that they report."""
@@ -142,8 +129,8 @@ class Waiting:
         if self._roster.messages is not None:
             self._roster.messages.seek(ranks)
 
-    def _sleep(self, arrived: Callable[[], bool], operation: Operation, messages: Progress | None) -> None:
-        arrivals = self._arrivals
+    def _sleep(self, arrived: Callable[[], bool], operation: Operation) -> None:
+        arrivals, messages = self._arrivals, self._roster.messages
         self._own[SLEEPING] = arrivals.sleeping_word()
         arrivals.order()  # the flag must be out before the peers' words are read again
         try:

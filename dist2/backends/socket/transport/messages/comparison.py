@@ -80,7 +80,7 @@ class Comparison:
             mine = called_in_message(mailbox, "recv", peer, receiving.number)
             self._report(mailbox, mine, tagged=True, theirs=header.transfer)
         else:
-            self.report(mailbox, receiving.seq)
+            self.report(mailbox, receiving.seq, _sizes(mailbox, receiving, peer, header))
         self._outcomes.finish(receiving, mailbox.fault)
         return False
 
@@ -92,10 +92,18 @@ class Comparison:
             call = call.with_tag(header.tag) if header.flags & TAGGED else attrs.evolve(call, seq=header.seq)
             mailbox.calls.described.setdefault(peer, called_of(header, call))
 
-    def report(self, mailbox: Mailbox, seq: int) -> None:
-        """Fail the group because calls of a collective differ, and send this rank's to all members, once."""
+    def report(self, mailbox: Mailbox, seq: int, sizes: str = "") -> None:
+        """Fail the group because calls of a collective differ, and send this rank's to all members, once.
+
+        Args:
+            seq: The collective.
+            sizes: A part that came with another length than this rank expects, in words.
+        """
         if mailbox.fault is None:
-            self._report(mailbox, mailbox.calls.describe(seq, 0))
+            called = mailbox.calls.describe(seq, 0)
+            if sizes:
+                called = attrs.evolve(called, call=attrs.evolve(called.call, sizes=sizes))
+            self._report(mailbox, called)
 
     def _report(self, mailbox: Mailbox, called: Called, tagged: bool = False, theirs: int = 0) -> None:
         """Fail the group because calls differ, and send this rank's call to all members, once.
@@ -214,6 +222,14 @@ class Comparison:
         self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
     ) -> None:
         mailbox.calls.note_introduced(peer, header.fingerprint, Call.decode(payload or b""))
+
+
+def _sizes(mailbox: Mailbox, receiving: Receiving, peer: int, header: Header) -> str:
+    """Return how a message of a collective differs from its receive, if the calls are alike otherwise."""
+    if header.fingerprint != receiving.fingerprint:
+        return ""
+    sender, receiver = mailbox.names([peer], False), mailbox.names([mailbox.rank], False)
+    return f"{sender} sends {header.total} bytes to {receiver}, which receives {receiving.nbytes}"
 
 
 def called_in_message(mailbox: Mailbox, op: str, peer: int, number: int) -> Called:

@@ -77,15 +77,10 @@ class _SocketWay:
 
 
 class SocketSend(_SocketWay):
-    """Sends the messages of a lot.
-
-    Attributes:
-        held_up: `send` refused for a passing reason: the link is full, or credit is due.
-    """
+    """Sends the messages of a lot."""
 
     def __init__(self, fabric: Fabric, mailbox: Mailbox, lot: Lot) -> None:
         super().__init__(fabric, mailbox, lot)
-        self.held_up = False
         self._introduced = False
         # The rest of the credit is for short ones alone.
         self._credit = (CREDIT_BYTES if lot.nbytes <= EAGER_BYTES else PROMPT_CREDIT_BYTES) - self._cost
@@ -102,7 +97,6 @@ class SocketSend(_SocketWay):
             to wait for where the kernel took a part.
         """
         fabric, mailbox, account = self._fabric, self._mailbox, self._account
-        self.held_up = False
         if not self._tagged:
             self._number(seq)
         elif account.used > self._credit:
@@ -119,7 +113,6 @@ class SocketSend(_SocketWay):
             if type(sock) is not socket.socket:
                 return False
             if not link.is_free_socket or account.waiting or account.used > self._credit:
-                self.held_up = link.tx is None and not account.waiting
                 return False
             payload = self._memory_at(address)
             try:

@@ -243,37 +243,6 @@ class Mailbox:
         """Whether nothing is pending that needs the poller."""
         return not (self._posted or self.accepted or self.sending)
 
-    def is_first(self, receiving: Receiving, from_any: Key) -> bool:
-        """Whether a posted receive would get the next message of its key in any case."""
-        queue = self._posted.get(receiving.key)
-        return queue is not None and queue[0] is receiving and from_any not in self._posted
-
-    def whole_messages_of(self, peer: int, seq: int) -> int | None:
-        """Return the number of arrived messages of a collective from a member; None if others are expected.
-
-        Those were announced, or receives of them are posted.
-        """
-        if any(key[1] == peer and key[2] == seq and not key[0] for key in self._posted):
-            return None
-        count = 0
-        for key, queue in self._arrived.items():
-            if key[1] == peer and key[2] == seq and not key[0]:
-                if any(arrived.payload is None for arrived in queue):
-                    return None
-                count += len(queue)
-        return count
-
-    def take_whole(self, key: Key, fingerprint: int, nbytes: int) -> bytearray | None:
-        """Remove a message of `whole_messages_of`, if it is here and matches."""
-        queue = self._arrived.get(key)
-        if not queue or queue[0].header.fingerprint != fingerprint:
-            return None
-        payload = queue[0].payload
-        if payload is None or len(payload) != nbytes:
-            return None
-        self._take(queue[0])
-        return payload
-
     def match(self, key: Key) -> Receiving | None:
         """Return the receive posted first that takes a message of this key, and forget it."""
         if not key[0]:

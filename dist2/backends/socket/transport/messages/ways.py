@@ -14,7 +14,6 @@ from dist2.backends.socket.transport.messages.express_long import ExpressOffer, 
 from dist2.backends.socket.transport.messages.express_socket import SocketReceive, SocketSend, goes_short
 from dist2.backends.socket.transport.messages.express_socket_long import SocketTake
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
-from dist2.backends.socket.transport.messages.rails import Rails
 from dist2.backends.socket.transport.messages.transfer import Receiving
 from dist2.backends.socket.wire import EAGER_BYTES, RING_MESSAGE_BYTES
 from dist2.compiled import messages
@@ -87,10 +86,6 @@ class ShortWays:
             of_peer = attrs.evolve(lot, peer=peer)
             takes.append((peer, self.express(of_peer).take))
         return ExpressAny(self._fabric, self._mailbox, lot.tag, takes, self._spins)
-
-    def rails(self, fingerprint: int) -> Rails:
-        """Return the rails of one operation, for scripts."""
-        return Rails(self._fabric, self._mailbox, fingerprint)
 
     def express(self, lot: Lot) -> messages.Express:
         """Return the short path, out and in, for messages with a member that has one."""

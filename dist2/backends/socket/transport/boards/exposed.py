@@ -1,0 +1,50 @@
+"""`Exposed`: maps the memory that the members of a board expose to each other (see `shared_empty`).
+
+Before a fence each member writes a table into its control page: the file that its tensors lie in, and their
+addresses in its own process. After the fence all read the tables of all, and so all decide alike whether
+every member can map all memory. The core writes and reads the tables (``dist2/core/executor.c``: OFFER and
+TAKE); this class maps a file when the core meets it first.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+
+from dist2.backends.socket.transport.boards.board import Board
+from dist2.backends.socket.transport.boards.control_words import TABLE_AT, TABLE_BYTES
+from dist2.backends.socket.transport.boards.roster import Member
+from dist2.runtime.shared_memory import ArenaLocator, Mapping, attach
+
+_HEADER = struct.Struct("<7Q")  # flags, addresses, descriptor, size, address and token (two) of the file
+
+
+class Exposed:
+    """The exposed memory of one board.
+
+    Args:
+        board: Where the members meet.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._mapped: dict[tuple[int, int], Mapping] = {}
+
+    def find(self, member: Member) -> None:
+        """Have plans find the memory that a member exposes since the last fence.
+
+        Raises:
+            PeerLostError: The member is gone.
+        """
+        board = self._board
+        at = TABLE_AT + (board.phase & 1) * TABLE_BYTES
+        header = _HEADER.unpack_from(board.regions.control_page(member.rank), at)
+        _, count, fd, nbytes, address, low, high = header
+        shift, pid = 0, member.neighbour.pid
+        if count and pid != os.getpid():
+            mapping = self._mapped.get((pid, fd))
+            if mapping is None:
+                token = low.to_bytes(8, "little") + high.to_bytes(8, "little")
+                mapping = self._mapped[pid, fd] = attach(ArenaLocator(pid, fd, nbytes, token.hex(), address))
+            shift = mapping.address - address
+        board.arrivals.know(member.rank, header, shift % (1 << 64))
