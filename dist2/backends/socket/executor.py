@@ -2,7 +2,8 @@
 
 executor = MessageExecutor(endpoint)
 plan = executor.bind(schedule, dtype, reduction, input_numels, output_numels)    # once a signature
-executor.run(plan, operation, inputs, outputs)                                   # every call
+program = MessageProgram(executor, plan)
+program(operation, inputs, outputs)                                              # every call
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ import torch
 
 from dist2.backends.socket.algorithms.schedule import Schedule
 from dist2.backends.socket.memory import bytes_of, copy_bytes, room_of, view_at
-from dist2.backends.socket.overlap import Combine, Meet, Messages, Move, Needs, Place
+from dist2.backends.socket.overlap import Combine, Meet, Message, Messages, Move, Needs, Place
 from dist2.backends.socket.plan import Plan, plan_of
 from dist2.backends.socket.transport.base import Endpoint, Transfer
 from dist2.backends.socket.transport.boards.board import Board
+from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
+from dist2.backends.socket.transport.messages.express import Lot
+from dist2.backends.socket.transport.messages.express_socket import SocketReceive, SocketSend
+from dist2.backends.socket.transport.messages.ways import ShortWays
 from dist2.errors import MismatchError
 from dist2.operation.kinds import Reduction
 from dist2.operation.parts import PartsClock, parts_log
@@ -81,11 +86,12 @@ class MessageExecutor:
             shift=shift,
         )
 
-    def run(self, plan: Plan, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
+    def run(self, plan: Plan, ways: Ways, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         """Run a plan.
 
         Args:
             plan: From `bind`.
+            ways: The short paths of its messages.
             operation: Gives sequence number, fingerprint and deadline.
             inputs: Contiguous tensors of the lengths planned for.
             outputs: Likewise; they may be the inputs.
@@ -98,7 +104,7 @@ class MessageExecutor:
         if plan.meets:
             memories += self._slots_for(operation)
         clock = self.clock(operation)
-        with Traffic(self.endpoint, operation, memories, plan.messages) as traffic:
+        with Traffic(self.endpoint, operation, memories, plan.messages, ways) as traffic:
             for action in plan.actions:
                 if action.needs:
                     traffic.wait(action.needs)
@@ -124,7 +130,8 @@ class MessageExecutor:
 
     def memories_of(self, plan: Plan, inputs: Tensors, outputs: Tensors) -> list[Memory]:
         """Return the tensors of a call, then its scratch."""
-        memories: list[Memory] = [Memory(tensor) for tensor in (*inputs, *outputs)]
+        memories: list[Memory] = [Memory(tensor) for tensor in inputs]
+        memories += memories if outputs is inputs else [Memory(tensor) for tensor in outputs]
         memories.append(self.scratch_of(plan.scratch))
         return memories
 
@@ -175,24 +182,89 @@ def _work(action: Combine | Move, memories: Sequence[Memory], dtype: torch.dtype
         copy_bytes(dst, src, action.dst.nbytes)
 
 
+class MessageProgram:
+    """A plan, prepared for the calls of one signature.
+
+    Args:
+        executor: Runs it.
+        plan: The plan.
+    """
+
+    def __init__(self, executor: MessageExecutor, plan: Plan) -> None:
+        self._executor = executor
+        self._plan = plan
+        self._ways: Ways | None = None
+
+    def __call__(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
+        """Run on contiguous tensors; see `MessageExecutor.run`."""
+        fingerprint, executor = operation.signature.fingerprint, self._executor
+        if self._ways is None or self._ways.fingerprint != fingerprint:
+            self._ways = Ways(executor.endpoint, self._plan, fingerprint)
+        executor.run(self._plan, self._ways, operation, inputs, outputs)
+
+
+class Ways:
+    """The short paths over sockets of a plan's messages, by number, for those that have one.
+
+    Args:
+        endpoint: The group's messages.
+        plan: The plan whose messages they are.
+        fingerprint: The fingerprint of the calls that run it.
+    """
+
+    def __init__(self, endpoint: Endpoint, plan: Plan, fingerprint: int) -> None:
+        self.fingerprint = fingerprint
+        self.sends: dict[int, SocketSend] = {}
+        self.recvs: dict[int, SocketReceive] = {}
+        if not isinstance(endpoint, FabricEndpoint):
+            return
+        ways = endpoint.ways
+        for action in plan.actions:
+            if isinstance(action, Messages):
+                for message in action.sends:
+                    if (lot := self._short(ways, message)) is not None:
+                        self.sends[message.number] = ways.socket_send(lot)
+                for message in action.recvs:
+                    if (lot := self._short(ways, message)) is not None:
+                        self.recvs[message.number] = ways.socket_receive(lot)
+
+    def _short(self, ways: ShortWays, message: Message) -> Lot | None:
+        """Return the lot of a message that has a short path."""
+        lot = Lot(message.peer, message.step, self.fingerprint, message.place.nbytes, tagged=False)
+        return lot if ways.has_socket_way(lot) else None
+
+
 class Traffic:
     """The messages of one call: a context that ends when all are done, or cancelled.
+
+    Short messages over sockets take a short path: a send hands its bytes to the kernel, a receive reads its
+    message when an action needs it, straight from the kernel to its place. Other receives are posted when
+    they start, so that their payloads find a place. A rank that has to wait posts the short ones as well:
+    another rank, for which it waits, may depend on its reading them.
 
     Args:
         endpoint: Carries them.
         operation: Gives sequence number, fingerprint and deadline.
         memories: The memories that hold messages.
         messages: How many there are.
+        ways: The short paths.
     """
 
     def __init__(
-        self, endpoint: Endpoint, operation: Operation, memories: Sequence[Memory], messages: int
+        self,
+        endpoint: Endpoint,
+        operation: Operation,
+        memories: Sequence[Memory],
+        messages: int,
+        ways: Ways,
     ) -> None:
         self._endpoint = endpoint
         self._operation = operation
         self._memories = memories
+        self._ways = ways
         self._transfers: list[Transfer | None] = [None] * messages
         self._started: list[Transfer] = []
+        self._unread: dict[int, Message] = {}
 
     def __enter__(self) -> Traffic:
         return self
@@ -209,29 +281,81 @@ class Traffic:
 
     def start(self, messages: Messages) -> None:
         """Start messages, receives first so that payloads find their place."""
-        endpoint, memories, started = self._endpoint, self._memories, self._started
-        seq, fingerprint = self._operation.seq, self._operation.signature.fingerprint
-        for peer, step, place, index in messages.recvs:
-            buffer = memories[place.memory].bytes(place)
-            self._transfers[index] = receiving = endpoint.recv(peer, seq, step, fingerprint, buffer)
-            started.append(receiving)
-        for peer, step, place, index in messages.sends:
-            data = memories[place.memory].bytes(place)
-            self._transfers[index] = sending = endpoint.send(peer, seq, step, fingerprint, data)
-            started.append(sending)
+        for message in messages.recvs:
+            if message.number in self._ways.recvs:
+                self._unread[message.number] = message
+            else:
+                self._post(message)
+        for message in messages.sends:
+            self._send(message)
 
     def settle(self) -> None:
         """Wait for everything that was started."""
+        while self._unread:
+            self._read(next(iter(self._unread)))
         if self._started:
             self._endpoint.wait(self._started, self._operation.deadline_ns)
 
     def wait(self, needs: Needs) -> None:
         """Wait for some of the messages that were started."""
+        for number in needs:
+            if number in self._unread:
+                self._read(number)
+        if not self._started:
+            return
         transfers = self._transfers
-        waiting = [transfer for index in needs if (transfer := transfers[index]) is not None]
+        waiting = [transfer for number in needs if (transfer := transfers[number]) is not None]
         if waiting:
+            self._post_unread()
             self._started = [each for each in self._started if not each.done or each.error is not None]
             self._endpoint.wait(waiting, self._operation.deadline_ns, self._started)
+
+    def _read(self, number: int) -> None:
+        """Read a message, after earlier ones of its sender; post it if it does not come in a moment."""
+        unread = self._unread
+        message = unread.pop(number)
+        if unread:
+            for each in [each for each, other in unread.items() if other.peer == message.peer]:
+                if each < number:
+                    self._receive(unread.pop(each))
+        self._receive(message)
+
+    def _receive(self, message: Message) -> None:
+        operation, place = self._operation, message.place
+        address = self._memories[place.memory].address + place.start
+        received = self._ways.recvs[message.number].wait(address, operation.deadline_ns, operation.seq)
+        if received is False:
+            self._post(message)
+        elif received is not True:
+            self._note(message.number, received)
+
+    def _post_unread(self) -> None:
+        while self._unread:
+            _, message = self._unread.popitem()
+            self._post(message)
+
+    def _post(self, message: Message) -> None:
+        peer, step, place, number = message
+        operation, buffer = self._operation, self._memories[place.memory].bytes(place)
+        fingerprint = operation.signature.fingerprint
+        self._note(number, self._endpoint.recv(peer, operation.seq, step, fingerprint, buffer))
+
+    def _send(self, message: Message) -> None:
+        peer, step, place, number = message
+        operation, memory = self._operation, self._memories[place.memory]
+        way = self._ways.sends.get(number)
+        sent: bool | Transfer = (
+            False if way is None else way.send(memory.address + place.start, operation.seq)
+        )
+        if sent is False:
+            fingerprint = operation.signature.fingerprint
+            sent = self._endpoint.send(peer, operation.seq, step, fingerprint, memory.bytes(place))
+        if not isinstance(sent, bool):
+            self._note(number, sent)
+
+    def _note(self, number: int, transfer: Transfer) -> None:
+        self._transfers[number] = transfer
+        self._started.append(transfer)
 
 
 class Memory:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 
 from dist2.backends.socket.algorithms.hosts import host_map
-from dist2.backends.socket.brief import BriefProgram, is_brief
 from dist2.backends.socket.coalesced import COALESCED, coalesced
-from dist2.backends.socket.executor import MessageExecutor
+from dist2.backends.socket.executor import MessageExecutor, MessageProgram
 from dist2.backends.socket.host import Host
 from dist2.backends.socket.options import SocketOptions
 from dist2.backends.socket.recipes import (
@@ -149,9 +148,7 @@ class Programs:
             [meta.numel for meta in signature.outputs],
             shift=request.shift(self._rank),
         )
-        if is_brief(executor.endpoint, plan):
-            return BriefProgram(executor, executor.endpoint, plan)
-        return partial(executor.run, plan)
+        return MessageProgram(executor, plan)
 
 
 def _slot_bytes(board: Board | None, layout: tuple[int, ...]) -> int:

@@ -16,7 +16,7 @@ from support.schedule_cases import ALGORITHMS, algorithm_named, name_of
 from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.algorithms.schedule import Exchange, Fence, Recv, Schedule, Send
 from dist2.backends.socket.algorithms.spans import scratch, source, target
-from dist2.backends.socket.executor import MessageExecutor
+from dist2.backends.socket.executor import MessageExecutor, MessageProgram
 from dist2.backends.socket.reduction import is_exact, prepare
 from dist2.backends.socket.selection import Algorithm
 from dist2.errors import InvalidUsageError, OperationTimeoutError
@@ -92,9 +92,10 @@ def run(algorithm: Algorithm, job: Job, schedules: Sequence[Schedule] | None = N
             shift=request.shift(rank),
         )
         signature = Signature(job.request.kind, info[rank])
+        program = MessageProgram(executor, plan)
         for seq in range(1, repeat + 1):
             operation = Operation(signature, seq, 0, deadline_in(20), False)
-            executor.run(plan, operation, inputs, outputs)
+            program(operation, inputs, outputs)
 
     with ThreadPoolExecutor(world_size) as pool:
         for future in [pool.submit(rank_body, rank) for rank in range(world_size)]:
@@ -402,7 +403,9 @@ def test_a_missing_rank_is_a_timeout_that_names_it() -> None:
     plan = executor.bind(schedule, torch.float32, SUM, [4], [4], shift=0)
     tensor = torch.ones(4)
     with pytest.raises(OperationTimeoutError) as caught:
-        executor.run(plan, lonely_operation(OpKind.ALL_REDUCE, deadline_in(0.05)), [tensor], [tensor])
+        MessageProgram(executor, plan)(
+            lonely_operation(OpKind.ALL_REDUCE, deadline_in(0.05)), [tensor], [tensor]
+        )
     assert caught.value.missing == (1,)
 
 
@@ -419,7 +422,7 @@ def test_what_was_posted_is_cancelled_when_posting_fails(monkeypatch: pytest.Mon
     plan = executor.bind(schedule, torch.float32, SUM, [4], [4], shift=0)
     tensor = torch.ones(4)
     with pytest.raises(KeyboardInterrupt):
-        executor.run(plan, lonely_operation(OpKind.ALL_REDUCE, FOREVER_NS), [tensor], [tensor])
+        MessageProgram(executor, plan)(lonely_operation(OpKind.ALL_REDUCE, FOREVER_NS), [tensor], [tensor])
     assert [transfer.peer for transfer in endpoint.cancelled] == [1]
 
 

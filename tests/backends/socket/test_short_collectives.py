@@ -1,4 +1,4 @@
-"""Short collectives over sockets: which of them use the short path, and that the others arrive as well."""
+"""Collectives over sockets: whose messages have the short path, and that the others arrive as well."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ import torch
 from support.ranks import Tenant, run_ranks
 
 from dist2 import ProcessGroup
-from dist2.backends.socket.executor import MessageExecutor
+from dist2.backends.socket.executor import Ways
+from dist2.backends.socket.plan import Plan
+from dist2.backends.socket.transport.base import Endpoint
 from dist2.backends.socket.transport.messages.express_socket import SocketReceive, SocketSend
-from dist2.backends.socket.wire import EAGER_BYTES
+from dist2.backends.socket.wire import EAGER_BYTES, PROMPT_BYTES
 
 TCP = Tenant("tcp", "socket", {"transport": "tcp"})
-Seen = list[str]
+Seen = list[tuple[int, int]]
 
 
 @pytest.fixture
-def long_ways(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """The operations that went through the executor."""
+def shares(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """How many of the messages of each prepared plan have a short path, and how many it has."""
     seen: Seen = []
-    run: Callable[..., None] = MessageExecutor.run
+    prepare: Callable[..., None] = Ways.__init__
 
-    def noting(self: MessageExecutor, plan: object, operation: object, *rest: object) -> None:
-        seen.append(operation.signature.kind.value)  # type: ignore[attr-defined]  # given as an object
-        run(self, plan, operation, *rest)
+    def noting(self: Ways, endpoint: Endpoint, plan: Plan, fingerprint: int) -> None:
+        prepare(self, endpoint, plan, fingerprint)
+        seen.append((len(self.sends) + len(self.recvs), plan.messages))
 
-    monkeypatch.setattr(MessageExecutor, "run", noting)
+    monkeypatch.setattr(Ways, "__init__", noting)
     return seen
 
 
@@ -51,22 +53,21 @@ def _round(pg: ProcessGroup, numel: int, dtype: torch.dtype = torch.float32) -> 
     pg.barrier()
 
 
+@pytest.mark.parametrize("numel", [7, EAGER_BYTES, PROMPT_BYTES // 4])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_short_ones_need_no_executor(world_size: int, long_ways: Seen) -> None:
+def test_all_messages_up_to_a_length_have_a_short_path(world_size: int, numel: int, shares: Seen) -> None:
     def body(pg: ProcessGroup) -> None:
-        for _ in range(5):
-            _round(pg, 7)
+        for _ in range(3):
+            _round(pg, numel)
 
     run_ranks(world_size, body, TCP)
-    assert not long_ways
+    assert shares
+    assert all(short == messages for short, messages in shares)
 
 
-def test_long_ones_do(long_ways: Seen) -> None:
-    def body(pg: ProcessGroup) -> None:
-        _round(pg, EAGER_BYTES)
-
-    run_ranks(2, body, TCP)
-    assert {"all_reduce", "all_gather", "all_to_all_single", "broadcast"} <= set(long_ways)
+def test_longer_ones_have_none(shares: Seen) -> None:
+    run_ranks(2, lambda pg: _round(pg, 2 * PROMPT_BYTES), TCP)
+    assert {short for short, messages in shares if messages and short < messages} == {0}
 
 
 @pytest.mark.parametrize("seed", range(3))
