@@ -59,16 +59,6 @@ def shared_empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None) 
     return torch.frombuffer(memory, dtype=dtype, count=numel).view(extents)
 
 
-def locator_of(addresses: Sequence[int]) -> ArenaLocator | None:
-    """Return where peers find the file that all these addresses lie in; None if there is no such file."""
-    memory = _process.known()
-    if memory is None:
-        return None
-    arena = memory.arena
-    start, stop = arena.address, arena.address + arena.nbytes
-    return arena.locator if all(start <= address < stop for address in addresses) else None
-
-
 def header_of(locator: ArenaLocator, flags: int) -> list[int]:
     """Return the words by which a table of exposed memory names the file that it lies in."""
     token = bytes.fromhex(locator.token)

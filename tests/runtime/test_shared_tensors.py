@@ -10,8 +10,9 @@ import torch
 
 import dist2
 from dist2 import InvalidUsageError
-from dist2.backends.shared_tensors import TensorMemory, locator_of
-from dist2.runtime.shared_memory import attach
+from dist2.backends import shared_tensors
+from dist2.backends.shared_tensors import TensorMemory
+from dist2.runtime.shared_memory import ArenaLocator, attach
 
 MIB = 1 << 20
 
@@ -49,16 +50,26 @@ def test_a_dtype_that_is_none_is_named() -> None:
         dist2.shared_empty(2, dtype="float")
 
 
+def locator_of(tensor: torch.Tensor) -> ArenaLocator | None:
+    """Return where peers find the file that a tensor lies in; None if it lies in none of this process."""
+    memory = shared_tensors._process.known()
+    if memory is None:
+        return None
+    arena = memory.arena
+    return arena.locator if arena.address <= tensor.data_ptr() < arena.address + arena.nbytes else None
+
+
 def test_peers_see_what_the_owner_writes() -> None:
     tensor = dist2.shared_empty(1000).fill_(1.0)
     part = tensor[500:]
-    locator = locator_of([tensor.data_ptr(), part.data_ptr()])
+    locator = locator_of(tensor)
     assert locator is not None
     there = attach(locator)
     part.fill_(2.5)
     offset = part.data_ptr() - locator.address
     assert torch.frombuffer(there.view[offset : offset + 2000], dtype=torch.float32).tolist() == [2.5] * 500
-    assert locator_of([tensor.data_ptr(), torch.empty(4).data_ptr()]) is None
+    assert locator_of(part) == locator
+    assert locator_of(torch.empty(4)) is None
 
 
 def test_memory_goes_with_the_last_view() -> None:
@@ -94,14 +105,13 @@ def test_memory_given_back_in_the_middle_of_an_allocation_is_taken_later() -> No
 
 def test_a_child_neither_frees_nor_offers_its_parents_memory() -> None:
     tensor = dist2.shared_empty(MIB).fill_(3.0)
-    address = tensor.data_ptr()
     child = os.fork()
     if child == 0:
-        status = 0 if locator_of([address]) is None else 1
+        status = 0 if locator_of(tensor) is None else 1
         del tensor
         gc.collect()
         own = dist2.shared_empty(4)
-        found = locator_of([own.data_ptr()])
+        found = locator_of(own)
         status |= 0 if found is not None and found.pid == os.getpid() else 2
         os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import attrs
 import torch
 
@@ -48,17 +46,3 @@ class Layout:
     inputs: Parts
     outputs: Parts
     dtype: torch.dtype
-
-
-def addresses(tensors: Sequence[torch.Tensor], parts: Parts, itemsize: int) -> list[int]:
-    """Return where each part begins."""
-    if not parts.single:
-        return [tensor.data_ptr() for tensor in tensors]
-    if not tensors:
-        return []
-    place = tensors[0].data_ptr()
-    found = []
-    for numel in parts.numels:
-        found.append(place)
-        place += numel * itemsize
-    return found

@@ -147,7 +147,7 @@ class Fabric:
         rounds = Rounds(lock, self._epoll, alarm, linkage, presence, reception, courier, departures, borrower)
         self.poller = Poller(lock, alarm, rounds, linkage.rings, dispatch, outcomes, mailboxes, spins)
 
-    # One link, for direct sends and scripts
+    # One link, for direct sends
 
     def outgoing(self, fabric_id: str) -> Link | None:
         """Return the link for messages to a process; None if there is none yet."""

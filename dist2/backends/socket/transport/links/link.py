@@ -57,7 +57,7 @@ class Link:
         held: Bytes that came over it for groups that are not open yet.
         settling: Remaining checks that may find that the other host is near, before it gets BBR: see
             `pacing`.
-        leased: A script writes on the socket: queued frames wait.
+        leased: A thread writes a long message on the socket itself: queued frames wait.
         silent: Consecutive checks at which the other host did not answer.
         tx: The ring that outgoing frames go through, in place of the socket.
         rx: The ring that incoming frames come through; the socket then carries wake-ups only.
