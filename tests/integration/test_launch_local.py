@@ -15,6 +15,7 @@ from support.programs import start
 from support.warm_interpreter import CHILDREN, warm_executable, warm_python
 
 from dist2 import InvalidUsageError, launch
+from dist2.launch.meeting import rank_environment
 
 CALLS = """
 import os
@@ -114,3 +115,12 @@ def test_wrong_arguments_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(InvalidUsageError, match=r"pip install 'dist2\[launch\]'"):
         launch.local(lambda: None, 1)
+
+
+def test_ranks_share_the_cores_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    threads = [rank_environment(0, count, 1)["OMP_NUM_THREADS"] for count in (1, 3, 16)]
+    assert threads == ["8", "2", "1"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert rank_environment(0, 3, 1)["OMP_NUM_THREADS"] == "5"
