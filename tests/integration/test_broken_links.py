@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -102,8 +103,12 @@ def test_a_reset_connection_between_hosts_is_no_death_and_settled_in_one_way(
         in_time(result["took_s"], TOLD_S)
 
 
-def _fail_to_connect(pg: ProcessGroup) -> dict[str, Any]:
-    """Have rank 1 fail to connect to rank 2, once; all are told."""
+def _fail_to_connect(pg: ProcessGroup, together: threading.Barrier) -> dict[str, Any]:
+    """Have rank 1 fail to connect to rank 2, once; all are told.
+
+    A rank that waits for another one asks it in the end, and has connected to it by then: all begin together,
+    or rank 1 would need no connection of its own.
+    """
     backend = pg.backend
     assert isinstance(backend, SocketBackend)
     connector = backend.endpoint._fabric.courier._connector
@@ -119,12 +124,16 @@ def _fail_to_connect(pg: ProcessGroup) -> dict[str, Any]:
         lambda: pg.send(torch.ones(1), 2),
         lambda: pg.recv(torch.ones(1), 1),
     )
+    together.wait()
     error, took_s = caught(PeerLostError, calls[pg.rank()])
     return {"text": str(error), "ranks": error.ranks, "took_s": took_s}
 
 
 def test_a_failed_attempt_to_connect_is_told_to_all_ranks() -> None:
-    results = run_ranks(3, _fail_to_connect, Tenant("hosts", "socket", layout=(0, 1, 2)))
+    together = threading.Barrier(3, timeout=10)
+    results = run_ranks(
+        3, lambda pg: _fail_to_connect(pg, together), Tenant("hosts", "socket", layout=(0, 1, 2))
+    )
     assert "rank 1 lost the connection to it (the process cannot be reached: Network is" in results[0]["text"]
     assert "Network is unreachable" in results[1]["text"]
     assert [result["ranks"] for result in results] == [(2,), (2,), (1,)]
