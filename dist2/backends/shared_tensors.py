@@ -59,11 +59,18 @@ def shared_empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None) 
     return torch.frombuffer(memory, dtype=dtype, count=numel).view(extents)
 
 
-def header_of(locator: ArenaLocator, flags: int) -> list[int]:
+def header_of(locator: ArenaLocator) -> list[int]:
     """Return the words by which a table of exposed memory names the file that it lies in."""
     token = bytes.fromhex(locator.token)
     halves = [int.from_bytes(token[at : at + 8], "little") for at in (0, 8)]
-    return [flags, 0, locator.fd, locator.nbytes, locator.address, *halves]
+    return [IS_MAPPED, 0, locator.fd, locator.nbytes, locator.address, *halves]
+
+
+def locator_in(header: Sequence[int], pid: int) -> ArenaLocator:
+    """Return the file that a process names in these words: the inverse of `header_of`."""
+    _, _, fd, nbytes, address, *halves = header
+    token = b"".join([half.to_bytes(8, "little") for half in halves])
+    return ArenaLocator(pid, fd, nbytes, token.hex(), address)
 
 
 def _forget() -> None:
@@ -91,7 +98,6 @@ class TensorMemory:
 
     def __init__(self) -> None:
         self.arena = Arena(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-        share(self.arena.address, self.arena.nbytes, header_of(self.arena.locator, IS_MAPPED))
         self._lock = threading.Lock()
         self._returned: deque[tuple[int, int]] = deque()
 
@@ -144,6 +150,8 @@ class _Process:
             memory = self.known()
             if memory is None:
                 memory = self._memory = TensorMemory()
+                arena = memory.arena
+                share(arena.address, arena.nbytes, header_of(arena.locator))
             return memory
 
 

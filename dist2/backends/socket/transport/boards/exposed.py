@@ -11,12 +11,13 @@ from __future__ import annotations
 import os
 import struct
 
+from dist2.backends.shared_tensors import locator_in
 from dist2.backends.socket.transport.boards.board import Board
-from dist2.backends.socket.transport.boards.control_words import TABLE_AT, TABLE_BYTES
+from dist2.backends.socket.transport.boards.control_words import HEADER_WORDS, TABLE_AT, TABLE_BYTES
 from dist2.backends.socket.transport.boards.roster import Member
-from dist2.runtime.shared_memory import ArenaLocator, Mapping, attach
+from dist2.runtime.shared_memory import Mapping, attach
 
-_HEADER = struct.Struct("<7Q")  # flags, addresses, descriptor, size, address and token (two) of the file
+_HEADER = struct.Struct(f"<{HEADER_WORDS}Q")
 
 
 class Exposed:
@@ -39,12 +40,12 @@ class Exposed:
         board = self._board
         at = TABLE_AT + (board.phase & 1) * TABLE_BYTES
         header = _HEADER.unpack_from(board.regions.control_page(member.rank), at)
-        _, count, fd, nbytes, address, low, high = header
-        shift, pid = 0, member.neighbour.pid
-        if count and pid != os.getpid():
-            mapping = self._mapped.get((pid, fd))
+        locator, count = locator_in(header, member.neighbour.pid), header[1]
+        shift = 0
+        if count and locator.pid != os.getpid():
+            key = locator.pid, locator.fd
+            mapping = self._mapped.get(key)
             if mapping is None:
-                token = low.to_bytes(8, "little") + high.to_bytes(8, "little")
-                mapping = self._mapped[pid, fd] = attach(ArenaLocator(pid, fd, nbytes, token.hex(), address))
-            shift = mapping.address - address
+                mapping = self._mapped[key] = attach(locator)
+            shift = mapping.address - locator.address
         board.arrivals.know(member.rank, header, shift % (1 << 64))
