@@ -24,7 +24,7 @@ NUMEL = 3_000_000
 BESIDE = 2
 WITHIN_S = 2.0
 PHASES = {
-    "at a fence": (MessageExecutor, "meet", 1),
+    "at a fence": (MessageExecutor, "_meet", 1),
     "as it starts messages": (Traffic, "start", 1),
 }
 

@@ -100,10 +100,10 @@ class MessageExecutor:
             OperationTimeoutError, PeerLostError, MismatchError, GroupAbortedError: See `Endpoint.wait` and
                 `Board.fence`. The tensors are free when it raises; outputs hold anything.
         """
-        memories = self.memories_of(plan, inputs, outputs)
+        memories = self._memories_of(plan, inputs, outputs)
         if plan.meets:
             memories += self._slots_for(operation)
-        clock = self.clock(operation)
+        clock = self._clock(operation)
         with Traffic(self.endpoint, operation, memories, plan.messages, ways) as traffic:
             for action in plan.actions:
                 if action.needs:
@@ -113,7 +113,7 @@ class MessageExecutor:
                 if isinstance(action, Messages):
                     traffic.start(action)
                 elif isinstance(action, Meet):
-                    self.meet(operation)
+                    self._meet(operation)
                 else:
                     _work(action, memories, plan.dtype)
                 if clock is not None:
@@ -122,20 +122,20 @@ class MessageExecutor:
                 traffic.settle()
                 clock.note("recv")
 
-    def clock(self, operation: Operation) -> PartsClock | None:
+    def _clock(self, operation: Operation) -> PartsClock | None:
         """Return the recorder of an operation's parts, if they are recorded."""
         if not parts_log.on:
             return None
         return PartsClock(operation, lambda: self.endpoint.waited_ns)
 
-    def memories_of(self, plan: Plan, inputs: Tensors, outputs: Tensors) -> list[Memory]:
+    def _memories_of(self, plan: Plan, inputs: Tensors, outputs: Tensors) -> list[Memory]:
         """Return the tensors of a call, then its scratch."""
         memories: list[Memory] = [Memory(tensor) for tensor in inputs]
         memories += memories if outputs is inputs else [Memory(tensor) for tensor in outputs]
-        memories.append(self.scratch_of(plan.scratch))
+        memories.append(self._scratch_of(plan.scratch))
         return memories
 
-    def meet(self, operation: Operation) -> None:
+    def _meet(self, operation: Operation) -> None:
         """Wait for the other ranks of this host; messages make progress meanwhile."""
         assert self._board is not None  # only schedules for several ranks on this host have fences
         try:
@@ -161,7 +161,7 @@ class MessageExecutor:
         board.turn = 1 - turn
         return self._slots[turn]
 
-    def scratch_of(self, nbytes: int) -> Scratch:
+    def _scratch_of(self, nbytes: int) -> Scratch:
         """Return scratch of at least so many bytes."""
         if nbytes > SCRATCH_KEPT_BYTES:
             return Scratch(nbytes)

@@ -1,9 +1,9 @@
 """Work that overlaps with messages: the actions of a plan, and the messages that each one waits for.
 
 An action waits for the messages whose memory it touches: a received stretch must be there before it is read
-or written, a sent one must have left before it is written. A fence waits for all messages that touch slots or
-lent memory, as other ranks may read or write those after it. Receives are posted early, so that the sender of
-a long message need not wait until there is a place for it.
+or written, a sent one must have left before it is written. A fence waits for all messages that touch slots,
+as other ranks may read or write those after it. Receives start early, so that the sender of a long message
+need not wait until there is a place for it.
 """
 
 from __future__ import annotations

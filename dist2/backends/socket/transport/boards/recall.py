@@ -51,16 +51,16 @@ class Recall:
         gone = self.gave_up()
         if not gone:
             return
-        self.hear(operation, gone[0])
+        self._hear(operation, gone[0])
         names = self._board.names
         why = names.alike({rank: self._board.mismatches.published(rank).text for rank in gone})
         raise PeerLostError(f"{names(gone)} gave up this operation ({why})", ranks=gone)
 
-    def hear(self, operation: Operation, rank: int) -> None:
+    def _hear(self, operation: Operation, rank: int) -> None:
         """Raise why a member does not lend any more; return if that cannot be found out in a while.
 
         That it died, left or aborted is the better answer, as is the death for which it gave up, on this host
-        or another. Memory of a process that ends is gone a moment before its death shows.
+        or another.
         """
         end = time.monotonic() + HEAR_S
         while True:
