@@ -33,13 +33,11 @@ class Tenant(BackendCase):
 
     Attributes:
         layout: Number of each rank's host, where several hosts are simulated.
-        refused: Ranks whose processes the kernel moves no memory of others for.
     """
 
     bitwise: bool = True
     complete: bool = True
     layout: tuple[int, ...] = ()
-    refused: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return self.name
@@ -80,11 +78,11 @@ def own_node(tenant: Tenant, rank: int) -> Iterator[dict[str, Any]]:
 
     All other tenants get their nodes as users do.
     """
-    if not tenant.layout and not tenant.refused and tenant.backend != "nccl":
+    if not tenant.layout and tenant.backend != "nccl":
         yield {}
         return
     host_id = f"host{tenant.layout[rank]}" if tenant.layout else None
-    config = attrs.evolve(Config.from_environment(), host_id=host_id, cross_memory=rank not in tenant.refused)
+    config = attrs.evolve(Config.from_environment(), host_id=host_id)
     node = Node(config=config)
     try:
         if tenant.backend == "nccl":
