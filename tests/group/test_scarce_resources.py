@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import mmap
 import os
 import resource
@@ -128,8 +129,12 @@ def test_a_thread_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch
         dist2.new_group("socket", store=dist2.HashStore(), rank=0, world_size=1)
 
 
-def descriptors() -> int:
-    return len(tuple(Path("/proc/self/fd").iterdir()))
+def limit_that_spares(spare: int) -> int:
+    """The limit of descriptors (the first number refused) below which so many numbers are free."""
+    numbers = [int(name) for name in os.listdir("/proc/self/fd")]
+    taken = {number for number in numbers if Path(f"/proc/self/fd/{number}").exists()}
+    free = itertools.filterfalse(taken.__contains__, itertools.count())
+    return next(itertools.islice(free, spare, None))
 
 
 def test_any_number_of_missing_descriptors_is_told(tmp_path: Path) -> None:
@@ -142,7 +147,7 @@ def test_any_number_of_missing_descriptors_is_told(tmp_path: Path) -> None:
         store.set("ready", "")
         for spare in range(most):
             prefix = PrefixStore(f"spare {spare}", store)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors() - 1 + spare, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit_that_spares(spare), hard))
             try:
                 pg = dist2.new_group("socket", LIMIT_S, store=prefix, rank=1, world_size=2)
             except ResourceError as error:
