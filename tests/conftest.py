@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
+import hypothesis
 import pytest
 from support import time_limits
 
@@ -18,6 +19,8 @@ import dist2
 
 os.environ["DIST2_INCIDENTS"] = "0"
 """Tests fail operations on purpose. Tests of incidents choose a folder."""
+hypothesis.settings.register_profile("dist2", deadline=None)
+hypothesis.settings.load_profile("dist2")  # A busy machine is late; each test has its own timeout.
 MAPPED_BYTES = 2 << 40
 """Address space that tests may map between two garbage collections."""
 SLOW_S = 0.03

@@ -184,7 +184,7 @@ def run(world: World, pick: Choose, deaths: int) -> World:
     return world
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.data(), st.integers(2, 6))
 def test_survivors_agree_whoever_dies_and_when(data: st.DataObject, world_size: int) -> None:
     flags = data.draw(st.lists(st.integers(0, 15), min_size=world_size, max_size=world_size))
@@ -292,7 +292,7 @@ class Split(World):
         super().send(sender, others)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.integers(3, 5), st.randoms(use_true_random=False))
 def test_a_lost_connection_between_two_that_live_is_settled_in_one_way(size: int, random: Random) -> None:
     first, second = random.sample(range(size), 2)

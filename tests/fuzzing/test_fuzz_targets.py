@@ -19,7 +19,7 @@ def examples(seeds: list[bytes]) -> Callable[[Any], Any]:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.binary(max_size=512))
 @examples(SEEDS)
 def test_any_bytes_are_taken_or_refused(name: str, data: bytes) -> None:

@@ -129,7 +129,7 @@ def test_wrong_arguments_are_named() -> None:
         encode(object())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from([*VALUES, torch.Generator(), torch.nn.Parameter(torch.ones(1))]), st.data())
 def test_bytes_of_a_hostile_peer_raise_or_make_known_types(value: object, data: Any) -> None:
     content = bytearray(encode(value))

@@ -131,8 +131,8 @@ def test_a_thread_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch
 
 def limit_that_spares(spare: int) -> int:
     """The limit of descriptors (the first number refused) below which so many numbers are free."""
-    numbers = [int(name) for name in os.listdir("/proc/self/fd")]
-    taken = {number for number in numbers if Path(f"/proc/self/fd/{number}").exists()}
+    listed = tuple(Path("/proc/self/fd").iterdir())
+    taken = {int(entry.name) for entry in listed if entry.exists()}  # not the one that listed them
     free = itertools.filterfalse(taken.__contains__, itertools.count())
     return next(itertools.islice(free, spare, None))
 

@@ -107,7 +107,7 @@ def test_integers_are_those_of_their_register(dtype: torch.dtype, kind: ReduceKi
     kind=st.sampled_from([ReduceKind.AVG, ReduceKind.MIN, ReduceKind.MAX]),
     dtype=st.sampled_from([torch.uint16, torch.uint32, torch.uint64]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_unsigned_division_and_order(values: list[int], kind: ReduceKind, dtype: torch.dtype) -> None:
     tensors = [torch.tensor([value % (1 << (8 * dtype.itemsize))], dtype=dtype) for value in values]
     result = torch.empty_like(tensors[0])

@@ -235,7 +235,7 @@ def test_who_has_lent_must_wait_for_those_that_use_it(family: OpKind, hurries: i
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_sizes_at_any_root(data: st.DataObject) -> None:
     algorithm = data.draw(st.sampled_from(ALGORITHMS), label="algorithm")
     world_size = data.draw(st.integers(1, 12), label="world size")

@@ -103,7 +103,7 @@ def test_every_algorithm_keeps_its_promise_at_all_world_sizes(
 
 
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_layout_and_size(data: st.DataObject) -> None:
     algorithm = data.draw(st.sampled_from(HIERARCHICAL + ORDERED_BY_MESSAGES), label="algorithm")
     world_size = data.draw(st.integers(3, 10), label="world size")

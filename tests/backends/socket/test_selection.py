@@ -41,7 +41,7 @@ def chosen(kind: OpKind, world_size: int, nbytes: int, **changes: object) -> str
     exact=st.booleans(),
     deterministic=st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_the_choice_always_fits(
     kind: OpKind, world_size: int, nbytes: int, slot_bytes: int, exact: bool, deterministic: bool
 ) -> None:
