@@ -7,6 +7,8 @@ broadcast delays no rank.
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterable
 from time import monotonic_ns
 from typing import Any
@@ -16,6 +18,7 @@ import attrs
 from dist2.operation.kinds import OpKind
 from dist2.operation.record import Operation
 from dist2.operation.signature import GroupInfo
+from dist2.runtime.rank_names import host_and_pid
 from observability.clocks import clock_id
 from observability.flight_recorder import FlightRecorder, global_rank
 
@@ -150,11 +153,12 @@ def _told(info: GroupInfo, operations: list[Operation], torn: bool) -> Entries:
 
 
 def document_of(recorder: FlightRecorder, rank: int, after_ns: int = 0) -> Document:
-    """Return the entries of a rank, with its clock, as JSON has them."""
+    """Return the entries of a rank, with its process and clock, as JSON has them."""
     entries, newest_ns = entries_of(recorder, rank, after_ns)
     groups = [each.document() for each in entries]
     return {
         "rank": rank,
+        "process": host_and_pid(socket.gethostname(), os.getpid()),
         "clock": clock_id(),
         "groups": groups,
         "newest_ns": newest_ns,

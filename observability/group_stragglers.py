@@ -42,7 +42,7 @@ def slowest_in(pg: ProcessGroup) -> int | None:
         for document, clock in zip(documents, clocks, strict=True):
             offset = clock.at(monotonic_ns())
             assert offset is not None  # there is a sample
-            ledger.take(document["rank"], map(Entries.of, document["groups"]), offset)
+            ledger.take(document["rank"], map(Entries.of, document["groups"]), offset, document["process"])
         slowest = next((each.rank for each in ledger.close()), None)
     answer: int | None = pg.broadcast_object(slowest)
     return answer

@@ -52,6 +52,7 @@ class StragglerWatch:
         self._ledger = Ledger()
         self._clocks: dict[int, ClockOffset] = {}
         self._after_ns: dict[int, int] = {}
+        self._processes: dict[int, str] = {}
         self.stragglers: tuple[Straggler, ...] = ()
         self.silent: dict[int, str] = {}
         self._looking = threading.Lock()  # held while ranks are asked: this process may be one of them
@@ -71,7 +72,7 @@ class StragglerWatch:
                 for rank, entries in told.items():
                     offset = self._clocks[rank].at(monotonic_ns())
                     assert offset is not None  # there is a sample: the answer
-                    self._ledger.take(rank, entries, offset)
+                    self._ledger.take(rank, entries, offset, self._processes[rank])
                 found = tuple(self._ledger.close(told))
             self._say(found)
             self.stragglers = found
@@ -138,12 +139,14 @@ class StragglerWatch:
             entries = [Entries.of(each) for each in document["groups"]]
             there_ns, newest_ns = int(document["now_ns"]), int(document["newest_ns"])
             clock = str(document["clock"])
+            process = str(document["process"])[:200]
         except (OSError, Dist2Error, ValueError, KeyError, TypeError) as error:
             self.silent[rank] = f"{type(error).__name__}: {error}"[:200]
             return None
         self.silent.pop(rank, None)
         self._clocks.setdefault(rank, ClockOffset()).add(sent_ns, there_ns, received_ns, clock)
         self._after_ns[rank] = newest_ns
+        self._processes[rank] = process
         return entries
 
     def _say(self, found: Iterable[Straggler]) -> None:

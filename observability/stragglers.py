@@ -86,7 +86,7 @@ class Straggler:
         operations: How many operations the verdict is based on,
         span_s: and how long they took together.
         probability: That chance alone would do this; see the theory of operation.
-        name: The rank in words, with its rank in the group if that differs.
+        name: The rank in words; if its rank in the group differs, with that, its host and pid.
 
     Examples:
         >>> late = observability.Straggler(3, "tp", 0.002, 0.1, 500, 10.0, 1e-9, "rank 3 (rank 1 of tp)")
@@ -165,6 +165,7 @@ class _GroupLedger:
 
     group: str
     ranks: tuple[int, ...]
+    processes: Mapping[int, str]
     pending: dict[int, dict[int, int]] = attrs.field(factory=dict)
     telling: tuple[int, ...] = ()
     strides: dict[int, int] = attrs.field(factory=dict)
@@ -221,6 +222,10 @@ class _GroupLedger:
             self.ended += 1
             self.now = _Block()
 
+    @property
+    def names(self) -> RankNames:
+        return RankNames(self.group, self.ranks, lambda rank: self.processes.get(self.ranks[rank], ""))
+
     def windows(self) -> Iterable[list[_Block]]:
         """Yield the last blocks, on each scale on which there are enough."""
         for scale in SCALES:
@@ -247,7 +252,7 @@ class _GroupLedger:
                         operations=whole.operations,
                         span_s=whole.span_ns / 1e9,
                         probability=probability,
-                        name=RankNames(self.group, self.ranks)([self.ranks.index(rank)]),
+                        name=self.names([self.ranks.index(rank)]),
                     )
         return found
 
@@ -272,26 +277,31 @@ class Ledger:
     def __init__(self) -> None:
         self._groups: dict[str, _GroupLedger] = {}
         self._errors: dict[int, int] = {}
+        self._processes: dict[int, str] = {}
         self._listed: set[str] = set()
         self._counted: dict[tuple[str, int], int] = {}
         self.late_s: dict[int, float] = {}
 
-    def take(self, rank: int, entries: Iterable[Entries], offset: Offset = NOBODY_KNOWN) -> None:
+    def take(
+        self, rank: int, entries: Iterable[Entries], offset: Offset = NOBODY_KNOWN, process: str = ""
+    ) -> None:
         """Add the entries of one rank.
 
         Args:
             rank: In the job.
             entries: Of each of its open groups, without operations where there is nothing new.
             offset: Of its clock.
+            process: Its host and pid in words, if known.
         """
         self._errors[rank] = offset.error_ns
+        self._processes[rank] = process
         for each in entries:
             self._listed.add(each.uid)
             known = self._groups.get(each.uid)
             if known is None:
                 if len(self._groups) >= MAX_GROUPS:
                     del self._groups[next(iter(self._groups))]
-                known = self._groups[each.uid] = _GroupLedger(each.group, each.ranks)
+                known = self._groups[each.uid] = _GroupLedger(each.group, each.ranks, self._processes)
             if rank in known.ranks:
                 known.take(rank, each, offset)
 

@@ -164,9 +164,11 @@ def test_a_straggler_is_named_by_its_rank_in_the_job_and_in_the_group() -> None:
     for seq in range(1, 100):
         for rank in (3, 2, 1):
             at_ns = seq * 100_000_000 + (50_000_000 if rank == 3 else 0)
-            ledger.take(rank, [Entries("t", "tp", (3, 2, 1), ((seq, at_ns),))])
+            ledger.take(rank, [Entries("t", "tp", (3, 2, 1), ((seq, at_ns),))], process=f"host a, pid {rank}")
     (found,) = ledger.close()
-    assert found.sentence().startswith("rank 3 (rank 0 of tp) arrives 50 ms late at collectives of group tp")
+    assert found.sentence().startswith(
+        "rank 3 (rank 0 of tp, host a, pid 3) arrives 50 ms late at collectives of group tp"
+    )
 
 
 def test_the_late_rank_of_a_pair_is_named() -> None:
