@@ -9,8 +9,10 @@ rank whose socket closes kills itself: no rank outlives its caller.
 
 from __future__ import annotations
 
+import linecache
 import os
 import pickle
+import re
 import selectors
 import signal
 import socket
@@ -20,6 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, TypeVar
 
 from dist2.errors import InvalidUsageError, RanksFailedError
@@ -34,6 +37,8 @@ Result = TypeVar("Result")
 GRACE_S = 5.0
 """How long the other ranks may take, after one has failed, to report their own exceptions."""
 _CHUNK_BYTES = 1 << 16
+_LINE_ENDS = re.compile(rb"(\r?\n|\r(?=[^\n]))")
+"""A carriage return at the end of a chunk is left for the next one: a newline may follow."""
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from dist2.launch.worker import main; main()"
 """The program of a rank: it imports what its caller could, dist2 included."""
 
@@ -44,9 +49,9 @@ def local(
     """Call a function in new processes of this host, as ranks of one job; return the results by rank.
 
     In each process the environment is that of a launcher, so that `dist2.new_group`, `dist2.legacy` and
-    torch.distributed meet the other ranks. Lines that a rank prints appear behind its number. It works in
-    scripts, also without a guard of ``__main__``, in the REPL and in notebooks. When it returns or raises,
-    the processes have ended, and those that they started in their session. Ctrl-C ends them as well.
+    torch.distributed meet the other ranks. Lines that a rank prints appear at once, behind its number. It
+    works in scripts, also without a guard of ``__main__``, in the REPL and in notebooks. When it returns or
+    raises, the processes have ended, and those that they started in their session. Ctrl-C ends them as well.
 
     Args:
         fn: Called as ``fn(*args)`` on every rank. A function of ``__main__``, a lambda or an inner function
@@ -94,7 +99,7 @@ def _pickled(fn: Callable[..., object], args: Sequence[object]) -> bytes:
             ) from None
         cloudpickle = pickle
     try:
-        call: bytes = cloudpickle.dumps((fn, args, getattr(getattr(fn, "__code__", None), "co_filename", "")))
+        call: bytes = cloudpickle.dumps((fn, args, *_source(fn)))
     except Exception as error:
         raise InvalidUsageError(
             f"fn and its arguments must be picklable, to be sent to other processes: {error}"
@@ -102,13 +107,20 @@ def _pickled(fn: Callable[..., object], args: Sequence[object]) -> bytes:
     return call
 
 
+def _source(fn: object) -> tuple[str, list[str]]:
+    """Return the name of a function's file, and its lines if it is a cell of a notebook or of the REPL."""
+    name = getattr(getattr(fn, "__code__", None), "co_filename", "")
+    return name, [] if Path(name).is_file() else linecache.getlines(name)
+
+
 class _Rank:
     """A process, and its answer.
 
     Attributes:
-        process: It. connection: Carries the call to it, and the answer back. answer: Whether it succeeded,
-        and its result, or its exception and traceback; None until it has answered
-            or ended.
+        process: The process.
+        connection: Carries the call to it, and the answer back.
+        answer: Whether it succeeded, and its result, or its exception and traceback; None until it has
+            answered or ended.
         end: A descriptor that is readable once it has ended.
     """
 
@@ -138,17 +150,21 @@ class _Rank:
     def print(self, stream: str, data: bytes) -> bool:
         """Print the complete lines of its output, and the last one at its end, behind its number.
 
+        A carriage return ends a line as well: progress bars write over theirs.
+
         Returns:
             Whether there may be more.
         """
-        *lines, rest = (self._rest.pop(stream, b"") + data).replace(b"\r\n", b"\n").split(b"\n")
+        *lines, rest = _LINE_ENDS.split(self._rest.pop(stream, b"") + data)
         if data:
             self._rest[stream] = rest
         elif rest:
-            lines.append(rest)
-        for line in lines:
-            text = f"[{self.rank}] {line.decode(errors='replace')}\n"
-            getattr(sys, stream).write(text)  # as it is now: a notebook puts another object there
+            lines += [rest, b"\n"]
+        out = getattr(sys, stream)  # as it is now: a notebook puts another object there
+        for line, end in zip(lines[::2], lines[1::2], strict=True):
+            if line or end != b"\r":
+                out.write(f"[{self.rank}] {line.decode(errors='replace')}{end.decode()[-1]}")
+        out.flush()  # a pipe or a file gets them as the ranks write them
         return bool(data)
 
     def print_rest(self) -> None:
@@ -246,7 +262,7 @@ class _Job:
         for each in self._ranks:
             each.kill()
         self._selector.close()
-        self._lease.give_back()
+        self._lease.end()
 
     def results(self) -> list[Any]:
         """Return the results by rank.

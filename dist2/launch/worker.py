@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import pickle
 import signal
@@ -20,8 +21,10 @@ def main() -> None:
     call = connection.recv_bytes()
     threading.Thread(target=_end_with_caller, args=(connection,), daemon=True).start()
     try:
-        fn, args, file = pickle.loads(call)
+        fn, args, file, lines = pickle.loads(call)
         _name_file(fn, file)
+        if lines:  # tracebacks show them
+            linecache.cache[file] = (sum(map(len, lines)), None, lines, file)
         answer = _dumped((True, fn(*args)))
     except BaseException as error:  # noqa: BLE001 - it is raised by the caller
         answer = _dumped_error(error)

@@ -44,6 +44,15 @@ class Lease:
                 return
         self.server.stop()
 
+    def end(self) -> None:
+        """End the server at once: all its clients have ended, and this is the only lease."""
+        with _lock:
+            self._given_back = True
+            if self._shared_at is not None:
+                _servers.pop(self._shared_at, None)
+                _leases.pop(self._shared_at, None)
+        self.server.stop()
+
 
 # Reentrant: a destructor may give a lease back while this thread takes one.
 _lock = threading.RLock()

@@ -18,28 +18,33 @@ from dist2 import InvalidUsageError, launch
 from dist2.launch.meeting import rank_environment
 
 CALLS = """
-import os
+import linecache, os, threading
 import torch, dist2
 
 def total(x):
     with dist2.new_group("socket", timeout=30) as pg:
         tensor = torch.full((1,), x + pg.rank())
         pg.all_reduce(tensor)
+        print("half done", end="\\r")
         print("rank", pg.rank(), "has", tensor.item())
         return tensor
 
 print(dist2.launch.local(total, 2, 10.0))
 
-def fails():
-    if os.environ["RANK"] == "1":
-        raise KeyError("so")
-    os._exit(3)
-
+lines = [
+    "def fails():\\n",
+    "    if os.environ['RANK'] == '1':\\n",
+    "        raise KeyError('so')\\n",
+    "    os._exit(3)\\n",
+]
+linecache.cache["<cell>"] = 0, None, lines, "<cell>"  # as a notebook does
+exec(compile("".join(lines), "<cell>", "exec"))
 try:
     dist2.launch.local(fails, 2)
 except dist2.RanksFailedError as error:
     print([f"{rank}: {error.errors[rank]!r}" for rank in (0, 1)], error.__cause__ in error.errors.values())
-    print('File "<string>", line 16, in fails' in str(error), "rank 0: RuntimeError: the p" in str(error))
+    shown = 'File "<cell>", line 3, in fails\\n    raise KeyError' in str(error)
+    print(shown, "rank 0: RuntimeError: the p" in str(error), threading.active_count())
 """
 STAYS = """
 import os, subprocess, sys, time
@@ -90,11 +95,16 @@ def test_a_program_calls_functions_on_ranks_and_is_killed() -> None:
     warm_executable()
     lines, ended, _ = ended_after(signal.SIGKILL, *warm_python(), CHILDREN, "-c", CALLS + STAYS)
     assert ended[0]
-    assert sorted(lines[:2]) == ["[0] rank 0 has 21.0", "[1] rank 1 has 21.0"]
-    assert lines[2:] == [
+    assert sorted(lines[:4]) == [
+        "[0] half done",
+        "[0] rank 0 has 21.0",
+        "[1] half done",
+        "[1] rank 1 has 21.0",
+    ]
+    assert lines[4:] == [
         "[tensor([21.]), tensor([21.])]",
         "[\"0: RuntimeError('the process exited with code 3')\", \"1: KeyError('so')\"] True",
-        "True True",
+        "True True 1",
     ]
 
 
