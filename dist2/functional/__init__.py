@@ -14,7 +14,7 @@ uses is not computed, except by `send`, and the other ranks wait in vain.
 
 The functions are custom operators of torch (``torch.ops.dist2``): `torch.compile(fullgraph=True)` and
 `torch.export` keep them in their graphs, which know the group by its name and number of ranks.
-`torch.func.grad` and `vmap` work; second derivatives too.
+`torch.func.grad`, `jvp` and `vmap` work; second derivatives too.
 """
 
 from __future__ import annotations

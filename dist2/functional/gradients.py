@@ -1,5 +1,8 @@
 """The backward pass of each operator, made of operators: it can be differentiated and compiled again.
 
+Forward-mode derivatives are made of operators as well: most operators are linear, and a tangent takes the way
+of its tensor.
+
 The function that is differentiated has the inputs of all ranks and the outputs of all ranks. So the gradient
 of a rank's input adds up the effects on the outputs of all ranks: the backward pass of an `all_gather` is a
 `reduce_scatter`, that of a `broadcast` a `reduce`, and that of a message a message the other way.
@@ -15,6 +18,7 @@ from torch.library import CustomOpDef
 
 from dist2.functional import operators as ops
 from dist2.functional.handles import reduction_of, size_of
+from dist2.functional.started import completing
 from dist2.operation.kinds import ReduceKind
 
 Grad = torch.Tensor
@@ -28,6 +32,8 @@ def needs_result(op: str) -> bool:
 
 def through_reduction(op: str, grad: Grad, x: Grad | None, result: Grad | None, group: str) -> Grad:
     """Return the gradient of this rank's contribution to a reduction.
+
+    With the tangent of the contribution as ``grad``: what it adds to the tangent of the result.
 
     Args:
         op: The reduction.
@@ -64,9 +70,10 @@ def _differentiable(
     setup: Callable[[Any, tuple[Any, ...], Grad], None],
     backward: Callable[[Any, Grad], tuple[Grad | None, ...]],
     *,
+    tangent: Callable[[Any, Grad], Grad] | None = None,
     batched: bool = True,
 ) -> Callable[..., Grad]:
-    """Return a function that calls an operator, with its backward pass and its rule for `vmap`.
+    """Return a function that calls an operator, with its derivatives and its rule for `vmap`.
 
     Graphs contain the operator itself. Other calls go through an `autograd.Function`, which `torch.func.grad`
     needs, and which takes half the time.
@@ -75,6 +82,7 @@ def _differentiable(
         operator: The operator. Its first argument is a tensor.
         setup: Keeps what the backward pass needs.
         backward: Returns a gradient for each argument.
+        tangent: Returns the tangent of the output; None where the operator is linear.
         batched: Whether the output has the batch dimension of the input.
     """
 
@@ -89,10 +97,19 @@ def _differentiable(
         result: Grad = operator(*arguments)
         return result
 
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Grad) -> None:
+        ctx.others = inputs[1:]
+        setup(ctx, inputs, output)
+
+    def jvp(ctx: Any, grad: Grad, *_: None) -> Grad:
+        with completing():
+            return call(grad, *ctx.others) if tangent is None else tangent(ctx, grad)
+
     methods: dict[str, Callable[..., Any]] = {
         "forward": forward,
-        "setup_context": setup,
+        "setup_context": setup_context,
         "backward": backward,
+        "jvp": jvp,
         "vmap": vmap,
     }
     members = {name: staticmethod(method) for name, method in methods.items()}
@@ -109,7 +126,9 @@ def _differentiable(
 
 def _keep(ctx: Any, op: str, x: Grad, result: Grad) -> None:
     ctx.op = op
-    ctx.save_for_backward(*((x, result) if needs_result(op) else ()))
+    kept = (x, result) if needs_result(op) else ()
+    ctx.save_for_backward(*kept)
+    ctx.save_for_forward(*kept)
 
 
 def _kept(ctx: Any) -> tuple[Grad | None, Grad | None]:
@@ -127,17 +146,29 @@ def _all_reduce(ctx: Any, grad: Grad) -> tuple[Grad | None, ...]:
     return through_reduction(ctx.op, total, x, result, ctx.group), None, None
 
 
+def _all_reduce_tangent(ctx: Any, grad: Grad) -> Grad:
+    part = through_reduction(ctx.op, grad, *_kept(ctx), ctx.group)
+    return all_reduce(part, "sum", ctx.group)
+
+
 def _setup_reduce(ctx: Any, inputs: tuple[Any, ...], output: Grad) -> None:
     x, ctx.root, op, ctx.group = inputs
     _keep(ctx, op, x, output)
 
 
-def _reduce(ctx: Any, grad: Grad) -> tuple[Grad | None, ...]:
+def _through_reduce(ctx: Any, grad: Grad) -> Grad:
     x, result = _kept(ctx)
-    total = broadcast(grad, ctx.root, ctx.group)
     if result is not None:
         result = broadcast(result, ctx.root, ctx.group)
-    return through_reduction(ctx.op, total, x, result, ctx.group), None, None, None
+    return through_reduction(ctx.op, grad, x, result, ctx.group)
+
+
+def _reduce(ctx: Any, grad: Grad) -> tuple[Grad | None, ...]:
+    return _through_reduce(ctx, broadcast(grad, ctx.root, ctx.group)), None, None, None
+
+
+def _reduce_tangent(ctx: Any, grad: Grad) -> Grad:
+    return reduce(_through_reduce(ctx, grad), ctx.root, "sum", ctx.group)
 
 
 def _setup_broadcast(ctx: Any, inputs: tuple[Any, ...], output: Grad) -> None:
@@ -161,12 +192,21 @@ def _setup_reduce_scatter(ctx: Any, inputs: tuple[Any, ...], output: Grad) -> No
     _keep(ctx, op, x, output)
 
 
-def _reduce_scatter(ctx: Any, grad: Grad) -> tuple[Grad | None, ...]:
+def _through_reduce_scatter(ctx: Any, grad: Grad) -> Grad:
     x, result = _kept(ctx)
-    total = all_gather(grad, ctx.sizes, ctx.rank, ctx.group)
     if result is not None:
         result = all_gather(result, ctx.sizes, ctx.rank, ctx.group)
-    return through_reduction(ctx.op, total, x, result, ctx.group), None, None, None, None
+    return through_reduction(ctx.op, grad, x, result, ctx.group)
+
+
+def _reduce_scatter(ctx: Any, grad: Grad) -> tuple[Grad | None, ...]:
+    total = all_gather(grad, ctx.sizes, ctx.rank, ctx.group)
+    return _through_reduce_scatter(ctx, total), None, None, None, None
+
+
+def _reduce_scatter_tangent(ctx: Any, grad: Grad) -> Grad:
+    part = _through_reduce_scatter(ctx, grad)
+    return reduce_scatter(part, "sum", ctx.sizes, ctx.rank, ctx.group)
 
 
 def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: Grad) -> None:
@@ -224,11 +264,13 @@ def _sendrecv(ctx: Any, grad: Grad) -> tuple[Grad | None, ...]:
     return sendrecv(grad, ctx.src, ctx.dst, ctx.tag, ctx.group), None, None, None, None
 
 
-all_reduce = _differentiable(ops.all_reduce, _setup_all_reduce, _all_reduce)
-reduce = _differentiable(ops.reduce, _setup_reduce, _reduce)
+all_reduce = _differentiable(ops.all_reduce, _setup_all_reduce, _all_reduce, tangent=_all_reduce_tangent)
+reduce = _differentiable(ops.reduce, _setup_reduce, _reduce, tangent=_reduce_tangent)
 broadcast = _differentiable(ops.broadcast, _setup_broadcast, _broadcast)
 all_gather = _differentiable(ops.all_gather, _setup_all_gather, _all_gather)
-reduce_scatter = _differentiable(ops.reduce_scatter, _setup_reduce_scatter, _reduce_scatter)
+reduce_scatter = _differentiable(
+    ops.reduce_scatter, _setup_reduce_scatter, _reduce_scatter, tangent=_reduce_scatter_tangent
+)
 gather = _differentiable(ops.gather, _setup_gather, _gather)
 scatter = _differentiable(ops.scatter, _setup_scatter, _scatter)
 all_to_all = _differentiable(ops.all_to_all, _setup_all_to_all, _all_to_all)

@@ -63,6 +63,18 @@ def starting() -> Iterator[list[Work]]:
         _starting.works = None
 
 
+@contextmanager
+def completing() -> Iterator[None]:
+    """Complete what `starting` has issued, and have the operators of this thread complete theirs."""
+    works, _starting.works = _starting.works, None
+    try:
+        for work in works or ():
+            work.wait()
+        yield
+    finally:
+        _starting.works = works
+
+
 def startable(function: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]:
     """Decorate a function that calls one operator: handle its argument ``async_op``.
 
@@ -187,6 +199,10 @@ class _Start(torch.autograd.Function):
         return grad, None
 
     @staticmethod
+    def jvp(ctx: Any, grad: torch.Tensor, _: None) -> torch.Tensor:
+        return grad
+
+    @staticmethod
     def vmap(info: Any, in_dims: Any, tensor: torch.Tensor, works: list[Work]) -> Any:
         return _applied(_Start, tensor, works), in_dims[0]
 
@@ -204,4 +220,8 @@ class _Complete(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad
+
+    @staticmethod
+    def jvp(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad

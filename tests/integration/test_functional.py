@@ -193,3 +193,26 @@ def _beside_torch(pg: ProcessGroup) -> None:
 
 def test_results_and_gradients_are_those_of_torch_distributed_nn(run: Run) -> None:
     run(_beside_torch)
+
+
+def _forward_mode(pg: ProcessGroup) -> None:
+    cases: dict[str, Case] = {
+        **TRACED,
+        "all_reduce, product": lambda x, pg: functional.all_reduce(x, pg, ReduceOp.PRODUCT),
+        "all_reduce, async_op, min": lambda x, pg: functional.all_reduce(x, pg, ReduceOp.MIN, async_op=True),
+        "reduce, premul_sum": lambda x, pg: functional.reduce(x, pg, 1, dist2.premul_sum(0.25)),
+        "reduce, max": lambda x, pg: functional.reduce(x, pg, 1, ReduceOp.MAX),
+        "reduce_scatter, max": lambda x, pg: functional.reduce_scatter(x, pg, ReduceOp.MAX),
+    }
+    x = mine(pg.rank()).double() + pg.rank() / 2  # no two ranks have equal values
+    way = x.cos()
+    for name, case in cases.items():
+        ahead, behind = case(x + 1e-4 * way, pg), case(x - 1e-4 * way, pg)
+        _, tangent = torch.func.jvp(lambda x, case=case: case(x, pg), (x,), (way,))
+        torch.testing.assert_close(tangent, (ahead - behind) / 2e-4, rtol=1e-6, atol=1e-6, msg=name)
+    curves = torch.func.hessian(lambda x: functional.all_reduce(x, pg).square().sum())(torch.ones(2))
+    assert curves.tolist() == [[8.0, 0.0], [0.0, 8.0]]  # all ranks' inputs change, and so do all losses
+
+
+def test_forward_mode_is_that_of_finite_differences(run: Run) -> None:
+    run(_forward_mode)
