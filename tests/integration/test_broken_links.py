@@ -106,8 +106,8 @@ def test_a_reset_connection_between_hosts_is_no_death_and_settled_in_one_way(
 def _fail_to_connect(pg: ProcessGroup, together: threading.Barrier) -> dict[str, Any]:
     """Have rank 1 fail to connect to rank 2, once; all are told.
 
-    A rank that waits for another one asks it in the end, and has connected to it by then: all begin together,
-    or rank 1 would need no connection of its own.
+    A rank that waits for another one asks it in the end, and connects to it for that. So the others begin when
+    rank 1 is about to connect: or it would need no connection of its own.
     """
     backend = pg.backend
     assert isinstance(backend, SocketBackend)
@@ -115,6 +115,7 @@ def _fail_to_connect(pg: ProcessGroup, together: threading.Barrier) -> dict[str,
 
     def refuse(*_: object) -> socket.socket:
         del connector._connect  # the method is back
+        together.wait()
         raise PeerLostError("the process cannot be reached: Network is unreachable")
 
     if pg.rank() == 1:
@@ -124,7 +125,8 @@ def _fail_to_connect(pg: ProcessGroup, together: threading.Barrier) -> dict[str,
         lambda: pg.send(torch.ones(1), 2),
         lambda: pg.recv(torch.ones(1), 1),
     )
-    together.wait()
+    if pg.rank() != 1:
+        together.wait()
     error, took_s = caught(PeerLostError, calls[pg.rank()])
     return {"text": str(error), "ranks": error.ranks, "took_s": took_s}
 
