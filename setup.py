@@ -1,8 +1,8 @@
 """Builds the extensions of dist2, which are required: the hot path is in C and Cython.
 
-Three kinds of sources are compiled: the C of `dist2/compiled/source` into `dist2.compiled._native`, each
-`.pyx`, and each `.py` with a `.pxd` beside it (Cython's pure Python mode: the `.pxd` has the C types).
-Generated C stays below `build/`.
+Each `.pyx` is compiled, and each `.py` with a `.pxd` beside it (Cython's pure Python mode: the `.pxd` has the C
+types). The first lines of a `.pyx` name the files of `dist2/core`, plain C, that it binds. Generated C stays below
+`build/`.
 """
 
 import os
@@ -13,8 +13,8 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError
 
-SOURCE, CORE = Path("dist2/compiled/source"), Path("dist2/core")
-HEADERS = sorted(map(str, [*SOURCE.rglob("*.h"), *CORE.glob("*.h")]))
+CORE = Path("dist2/core")
+HEADERS = sorted(map(str, CORE.glob("*.h")))
 
 FLAGS = [
     "-std=gnu11",
@@ -58,7 +58,7 @@ def in_cython():
             ".".join(each.with_suffix("").parts),
             sources=[str(each)],
             depends=HEADERS,
-            include_dirs=[str(SOURCE), str(CORE)],
+            include_dirs=[str(CORE)],
             extra_compile_args=FLAGS,
             extra_link_args=LINK_FLAGS,
         )
@@ -68,15 +68,5 @@ def in_cython():
 
 setup(
     cmdclass={"build_ext": BuildExtension},
-    ext_modules=[
-        Extension(
-            "dist2.compiled._native",
-            sources=sorted(map(str, SOURCE.rglob("*.c"))),
-            depends=HEADERS,
-            include_dirs=[str(SOURCE), str(CORE)],
-            extra_compile_args=[*FLAGS, "-Wall", "-Wextra"],
-            extra_link_args=LINK_FLAGS,
-        ),
-        *cythonize(in_cython(), build_dir="build/cython", language_level=3, quiet=True),
-    ],
+    ext_modules=cythonize(in_cython(), build_dir="build/cython", language_level=3, quiet=True),
 )

@@ -40,7 +40,6 @@ class Package:
 PACKAGES_BOTTOM_UP = (
     Package("dist2.errors", "the exceptions"),
     Package("dist2.runtime", "configuration, deadlines, threads, signals, fork and exit, shared memory"),
-    Package("dist2.compiled", "an extension in C: messages, payloads over sockets"),
     Package("dist2.security", "handshake, seals, TLS"),
     Package("dist2.store", "key-value stores: TCP, file, hash, prefix"),
     Package("dist2.rendezvous", "how ranks meet"),
@@ -305,7 +304,7 @@ def not_in_the_directory(names: Iterable[str], listed: set[str]) -> list[str]:
     return sorted(
         name
         for name in modules
-        if not name.startswith((f"{SOCKET}.", "dist2.compiled"))
+        if not name.startswith(f"{SOCKET}.")
         if not any(name == each or name.startswith(f"{each}.") for each in listed)
     )
 
@@ -451,10 +450,10 @@ def test_the_map_names_every_module_of_the_socket_backend() -> None:
 
 
 def test_the_map_names_every_file_in_c_and_no_other() -> None:
-    folders = [ROOT / "dist2" / "compiled" / "source", ROOT / "dist2" / "core"]
-    files = {path.stem for folder in folders for path in folder.rglob("*.c")}
+    core = ROOT / "dist2" / "core"
+    files = {path.stem for path in core.glob("*.c")}
     assert not files - set(re.findall(r"(\w+)(?:[:,]| {4})", PART_IN_C))
-    headers = {path.name for folder in folders for path in folder.rglob("*.h")}
+    headers = {path.name for path in core.glob("*.h")}
     assert not set(re.findall(r"\w+\.h", PART_IN_C)) - headers - {"Python.h"}
 
 

@@ -11,7 +11,7 @@ from dist2.operation.plan_cache cimport Plan
 from dist2.operation.runner cimport OperationRunner
 from dist2.operation.tensors cimport ALONE, Key, make_key, places_of
 
-from dist2.compiled import check_built
+from dist2.runtime.built import check_built
 
 check_built(__name__, __file__)
 

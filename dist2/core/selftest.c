@@ -1,13 +1,17 @@
 /* Self-tests of the core, without Python: `make core-test` runs them under the sanitizers.
 
    Ranks are threads with boards of their own on shared regions, as processes have them. They run plans that move
-   data through slots in loops, with readers behind the writers, and check every byte. */
+   data through slots in loops, with readers behind the writers, and check every byte. Two threads exchange frames
+   through a ring, and an announced message over a socket. */
 
 #define _GNU_SOURCE
 #include "plan.h"
+#include "ring.h"
+#include "stream.h"
 
 #include <poll.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -234,10 +238,124 @@ test_ranks(long ranks)
     return failures;
 }
 
+/* ---- Messages between two threads ---- */
+
+enum { RING_BYTES = 32768, FRAMES = 4000, LONGEST_FRAME = 20000, PAYLOAD_BYTES = 3 << 20, SEGMENT = 262144 };
+
+/* One of the two: rank 0 sends. */
+typedef struct {
+    long rank;
+    char *memory; /* of the ring */
+    int fd;
+    int failures;
+} Side;
+
+/* The header of a frame, and the length of its payload. */
+static size_t
+describe_frame(uint64_t number, char header[8])
+{
+    static const size_t lengths[] = {0, 1, 100, 9000, LONGEST_FRAME};
+    memcpy(header, &number, sizeof number);
+    return lengths[number % 5];
+}
+
+static void
+exchange_frames(Side *self)
+{
+    static const char nothing[8] = "nothing";
+    char *payload = malloc(LONGEST_FRAME), header[8], found[8];
+    Together together = {0};
+    Ring ring;
+    ring_open(&ring, self->memory, RING_PAGE_WORDS * sizeof(Word) + RING_BYTES, self->rank == 0);
+    for (uint64_t number = 1; number <= FRAMES; number++) {
+        size_t nbytes = describe_frame(number, header);
+        if (self->rank == 0) {
+            memset(payload, (int)number, nbytes);
+            while (!ring_push(&ring, header, sizeof header, payload, nbytes)) {
+                sched_yield();
+            }
+            continue;
+        }
+        while (!ring_has(&ring, 1) && !ring_look(&ring, &together, 10, 0)) {
+            RingWait wait = {.ring = &ring, .end_ns = clock_ns() + 1000000, .together = &together};
+            ring_yield(&wait);
+        }
+        EXPECT(self, !ring_pull(&ring, nothing, sizeof nothing, payload, nbytes));
+        while (!ring_pull(&ring, header, sizeof header, payload, nbytes)) {
+            sched_yield();
+        }
+        EXPECT(self, ring_pull_like(&ring, header, 4, found, sizeof found) && !memcmp(found, header, sizeof found));
+        EXPECT(self, nbytes == 0 || (payload[0] == (char)number && payload[nbytes - 1] == (char)number));
+        ring_consume(&ring, sizeof header + nbytes);
+    }
+    free(payload);
+}
+
+static void
+exchange_announced(Side *self)
+{
+    char announcement[FRAME_BYTES] = "announced", consent[FRAME_BYTES] = "accepted", header[FRAME_BYTES] = "segment";
+    char staged[FRAME_BYTES], *payload = calloc(1, PAYLOAD_BYTES);
+    size_t segments = (PAYLOAD_BYTES + SEGMENT - 1) / SEGMENT, whole = PAYLOAD_BYTES + segments * FRAME_BYTES;
+    Announced message = {
+        .fd = self->fd, .back = self->fd, .announcement = announcement, .consent = consent, .header = header,
+        .payload = payload, .nbytes = PAYLOAD_BYTES, .longest = SEGMENT, .staged = staged,
+    };
+    if (self->rank == 0) {
+        message.number = 77;
+        memset(payload, 5, PAYLOAD_BYTES);
+    }
+    while (message.done < whole && !self->failures) {
+        EXPECT(self, announced_move(&message, self->rank == 0, 0) == 0);
+    }
+    EXPECT(self, message.number == 77 && payload[0] == 5 && payload[PAYLOAD_BYTES - 1] == 5);
+    free(payload);
+}
+
+static void *
+side_main(void *argument)
+{
+    Side *self = argument;
+    exchange_frames(self);
+    exchange_announced(self);
+    char one = 1;
+    size_t missing = 1;
+    if (self->rank == 0) {
+        EXPECT(self, write(self->fd, &one, 1) == 1);
+        return NULL;
+    }
+    while (missing && !self->failures) {
+        EXPECT(self, stream_read(self->fd, &one, &missing, 0) == 0);
+    }
+    return NULL;
+}
+
+static int
+test_messages(void)
+{
+    size_t nbytes = RING_PAGE_WORDS * sizeof(Word) + RING_BYTES;
+    char *memory = aligned_alloc(4096, nbytes);
+    int ends[2];
+    pthread_t threads[2];
+    Side sides[2];
+    memset(memory, 0, nbytes);
+    socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends);
+    for (long rank = 0; rank < 2; rank++) {
+        sides[rank] = (Side){.rank = rank, .memory = memory, .fd = ends[rank]};
+        pthread_create(&threads[rank], NULL, side_main, &sides[rank]);
+    }
+    for (long rank = 0; rank < 2; rank++) {
+        pthread_join(threads[rank], NULL);
+        close(ends[rank]);
+    }
+    free(memory);
+    return sides[0].failures + sides[1].failures;
+}
+
 int
 main(void)
 {
-    int failures = 0;
+    int failures = test_messages();
     for (long ranks = 1; ranks <= MOST_RANKS; ranks++) {
         failures += test_ranks(ranks);
     }

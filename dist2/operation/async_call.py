@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from cython.cimports.dist2.operation.interpreter import monotonic_ns
 
-from dist2.compiled import check_built
 from dist2.operation.execution import Helped, StreamOrdered, Tensors
 from dist2.operation.instruments import Dispatch, dispatch
 from dist2.operation.plan_cache import Plan
 from dist2.operation.record import Operation
 from dist2.operation.stream_work import StreamWork
 from dist2.operation.work import Work
+from dist2.runtime.built import check_built
 from dist2.runtime.completion import Completion
 from dist2.runtime.deadline import FOREVER_NS, PAST_NS
 from dist2.runtime.signals import await_end

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from dist2.compiled import check_built
 from dist2.operation.record import Operation
 from dist2.operation.work import Work
+from dist2.runtime.built import check_built
 
 check_built(__name__, __file__)
 

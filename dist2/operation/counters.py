@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from cython.cimports.dist2.operation.interpreter import bits_of
 
-from dist2.compiled import check_built
 from dist2.operation.record import Listener, Operation
+from dist2.runtime.built import check_built
 
 if TYPE_CHECKING:
     from dist2.operation.signature import Signature

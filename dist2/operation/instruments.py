@@ -16,10 +16,10 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol
 
-from dist2.compiled import check_built
 from dist2.errors import InvalidUsageError
 from dist2.operation.profiling import NAMES, RUNS, ProfilerRanges
 from dist2.operation.record import Listener, Operation
+from dist2.runtime.built import check_built
 from dist2.runtime.config import environment_flag
 
 Tell = Callable[[Operation], object]

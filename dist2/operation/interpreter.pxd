@@ -28,5 +28,5 @@ cdef extern from *:
     int bits_of(long long number)  # which is not negative
 
 
-cdef extern from "waiting.h" nogil:
-    long long monotonic_ns()
+cdef extern from "base.h" nogil:
+    long long monotonic_ns "clock_ns"()

@@ -11,15 +11,15 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
-from cython.cimports.dist2.operation.lanes import lane_of
 from cython.cimports.dist2.operation.tensors import KeyedPlans
 
-from dist2.compiled import check_built
 from dist2.operation.aliasing import shared_places
 from dist2.operation.execution import Execute
 from dist2.operation.kinds import OpKind
+from dist2.operation.record import Operation
 from dist2.operation.signature import Signature
 from dist2.operation.storage import exceeds_storage, has_no_storage
+from dist2.runtime.built import check_built
 from dist2.runtime.cache import keep
 
 check_built(__name__, __file__)
@@ -31,16 +31,37 @@ Arguments = Sequence[Any]
 """Arguments of an operation as they were given: tensors, or arrays, for which no plan is found."""
 
 
+class Lane:
+    """An ``execute`` that sends a message before it is recorded: its receiver does not wait for that."""
+
+    def send(self, address: int, now: int) -> int:
+        """Send the bytes at an address if nothing prevents it.
+
+        Args:
+            address: Where the message lies.
+            now: The start of the call.
+
+        Returns:
+            1; 2 if the receiver has to be woken; 0, with nothing done.
+        """
+        return 0
+
+    def sent(self, operation: Operation, sent: int) -> int:
+        """After `send`: note the operation of the message, and wake the receiver if ``sent`` is 2."""
+        return 0
+
+
 class Plan:
     """The signature of a set of calls, and the callable that runs them."""
 
     signature: Signature
     execute: Execute
+    lane: Lane | None
 
     def __init__(self, signature: Signature, execute: Execute) -> None:
         self.signature = signature
         self.execute = execute
-        self.lane = lane_of(getattr(type(execute), "_lane", None))
+        self.lane = execute if isinstance(execute, Lane) else None
 
 
 class AnyPlans:

@@ -8,7 +8,7 @@ threads: the holder of the turn, a thread that waits for it, which first runs th
 queue's own thread, which first gives the caller `PATIENCE_S`. Messages take no turn; they are only counted
 (`enter_beside`), so that closing a group waits for them.
 
-The turn and the numbers are plain C (``compiled/source/turn.h``), and this module is compiled: each method of
+The turn and the numbers are plain C (dist2/core/turn.h), and this module is compiled: each method of
 `QueueState` is one atomic step.
 """
 
@@ -36,10 +36,10 @@ from cython.cimports.dist2.operation.turn import (
     take_next,
 )
 
-from dist2.compiled import check_built
 from dist2.errors import InvalidUsageError
 from dist2.operation.record import Operation
 from dist2.operation.signature import GroupInfo
+from dist2.runtime.built import check_built
 from dist2.runtime.deadline import deadline_in, remaining_s
 from dist2.runtime.resources import scarce_resources
 from dist2.runtime.signals import wait_for

@@ -21,9 +21,9 @@ from cython.cimports.dist2.operation.interpreter import (
     place_of,
 )
 
-from dist2.compiled import check_built
 from dist2.operation.description import Call
 from dist2.operation.kinds import OpKind
+from dist2.runtime.built import check_built
 
 if TYPE_CHECKING:
     from dist2.operation.signature import Signature

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from dist2.compiled import check_built
 from dist2.operation.record import Listener, Operation
 from dist2.operation.signature import GroupInfo
+from dist2.runtime.built import check_built
 
 check_built(__name__, __file__)
 

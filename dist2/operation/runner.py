@@ -38,7 +38,6 @@ from cython.cimports.dist2.operation.completed_work import completed
 from cython.cimports.dist2.operation.interpreter import monotonic_ns
 from cython.cimports.dist2.operation.record import begin
 
-from dist2.compiled import check_built
 from dist2.errors import (
     Dist2Error,
     GroupAbortedError,
@@ -63,6 +62,7 @@ from dist2.operation.signature import GroupInfo, Signature
 from dist2.operation.storage import always_on, wait_async_tensors
 from dist2.operation.stream_work import StreamWork
 from dist2.operation.work import Work
+from dist2.runtime.built import check_built
 from dist2.runtime.code_marks import folders_of, library
 from dist2.runtime.completion import Completion
 from dist2.runtime.deadline import PAST_NS, deadline_in, seconds
@@ -278,10 +278,10 @@ class OperationRunner:
 
         The effect is that of `run_beside_at`. None, with nothing done, if the plan or the group needs that.
         """
-        if plan.lane is cython.NULL or not self._takes_calls():
+        if plan.lane is None or not self._takes_calls():
             return None
         now = cython.declare(cython.longlong, monotonic_ns())
-        sent = plan.lane.send(plan.execute, cython.cast("const char *", address), now)
+        sent = plan.lane.send(cython.cast("const char *", address), now)
         if not sent:
             return None
         operation = begin(plan.signature, now, self.state.limit_ns, async_op, self.here)
@@ -292,7 +292,7 @@ class OperationRunner:
             DISPATCH.started(operation)
             operation.started_ns = operation.created_ns
             try:
-                plan.lane.sent(plan.execute, operation, sent)
+                plan.lane.sent(operation, sent)
             except BaseException as error:  # noqa: BLE001 - recorded and raised again
                 self._fail_inline(operation, error, (tensor,), ())
             self._finished(operation)

@@ -23,19 +23,34 @@ from dist2.runtime.cache import keep as keep_in
 from dist2.runtime.torch_versions import TENSOR_EXCHANGE
 
 
-cdef extern from "dlpack.h":
-    ctypedef struct View:
-        char *data
-        int32_t device_type, device_id, ndim
-        uint8_t code, bits
-        uint16_t lanes
-        int64_t *shape
-        int64_t *strides
-        uint64_t offset
-    ctypedef struct ExchangeApi:
-        uint32_t major
-        int (*read)(void *, void *) noexcept
-    ExchangeApi *exchange_api(object capsule) except NULL
+# The used part of DLPack 1.x, in the layout of its specification.
+cdef struct View:
+    char *data
+    int32_t device_type, device_id
+    int32_t ndim
+    uint8_t code, bits
+    uint16_t lanes
+    int64_t *shape
+    int64_t *strides
+    uint64_t offset
+
+
+cdef struct ExchangeApi:
+    uint32_t major, minor
+    void *older
+    void *allocate
+    void *owned_of
+    void *tensor_of
+    int (*read)(void *tensor, void *into) noexcept
+    void *stream_of
+
+
+cdef ExchangeApi *exchange_api(object capsule) except NULL:
+    """Return the functions in a capsule that torch publishes."""
+    cdef ExchangeApi *found = <ExchangeApi *>PyCapsule_GetPointer(capsule, "dlpack_exchange_api")
+    if found.major != 1 or found.read == NULL:
+        raise ValueError(f"cannot read tensors by DLPack {found.major}.{found.minor}")
+    return found
 
 
 cdef enum:

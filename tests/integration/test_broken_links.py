@@ -106,8 +106,8 @@ def test_a_reset_connection_between_hosts_is_no_death_and_settled_in_one_way(
 def _fail_to_connect(pg: ProcessGroup, together: threading.Barrier) -> dict[str, Any]:
     """Have rank 1 fail to connect to rank 2, once; all are told.
 
-    A rank that waits for another one asks it in the end, and connects to it for that. So the others begin when
-    rank 1 is about to connect: or it would need no connection of its own.
+    A rank that waits for another one asks it in the end, and connects to it for that. So the others begin
+    when rank 1 is about to connect: or it would need no connection of its own.
     """
     backend = pg.backend
     assert isinstance(backend, SocketBackend)

@@ -12,7 +12,7 @@ import attrs
 from dist2.backends.socket.transport.messages.calls import Called
 from dist2.backends.socket.transport.messages.credit import Account
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
-from dist2.backends.socket.transport.messages.express import Lot
+from dist2.backends.socket.transport.messages.lot import Lot
 from dist2.backends.socket.transport.messages.transfer import Receiving
 from dist2.backends.socket.transport.node import Node
 from dist2.backends.socket.transport.raw import address_of

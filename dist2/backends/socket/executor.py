@@ -19,8 +19,8 @@ from dist2.backends.socket.plan import Plan, plan_of
 from dist2.backends.socket.transport.base import Endpoint, Transfer
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
-from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.express_socket import SocketReceive, SocketSend
+from dist2.backends.socket.transport.messages.lot import Lot
 from dist2.backends.socket.transport.messages.ways import ShortWays
 from dist2.errors import MismatchError
 from dist2.operation.kinds import Reduction

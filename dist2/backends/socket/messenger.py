@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-import dist2.operation.record_in_c  # noqa: F401 - C imports it later, when no file may be opened
 from dist2.backends.socket.arriving import Arriving, Shortly, note_arrival
 from dist2.backends.socket.memory import bytes_of
 from dist2.backends.socket.staging import is_plain, plain
@@ -16,11 +15,11 @@ from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.ring import RingWriter
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
-from dist2.backends.socket.transport.messages.express import Lot
+from dist2.backends.socket.transport.messages.express import Carrier
 from dist2.backends.socket.transport.messages.express_long import ExpressOffer, ExpressTake
 from dist2.backends.socket.transport.messages.express_socket import SocketReceive
+from dist2.backends.socket.transport.messages.lot import Lot
 from dist2.backends.socket.transport.messages.transfer import Sending, next_number
-from dist2.compiled import messages
 from dist2.operation.execution import Execute, Helped, Outcome, Tensors
 from dist2.operation.kinds import OpKind
 from dist2.operation.record import Operation
@@ -44,9 +43,6 @@ class Messenger:
     Attributes:
         last: The operation begun last: the call of this rank in a mismatch.
     """
-
-    # In C these are read where they lie: see `Field` in compiled/source/names.h.
-    __slots__ = ("_endpoint", "_recent", "last")
 
     def __init__(self, endpoint: FabricEndpoint) -> None:
         self._endpoint = endpoint
@@ -103,7 +99,7 @@ class Messenger:
             take = ways.express_take(lot)
             more, shortly = self._long_in(lot, take), take.wait_posted
         otherwise = self._posting(endpoint.send_tagged if sends else endpoint.recv_tagged, lot, shortly)
-        return messages.Carrier(messenger=self, express=express, sends=sends, otherwise=otherwise, **more)
+        return Carrier(messenger=self, express=express, sends=sends, otherwise=otherwise, **more)
 
     def _long_out(self, offer: ExpressOffer) -> dict[str, Any]:
         """Return the action of a carrier for a long message that is not taken in a moment."""

@@ -246,9 +246,6 @@ class FrameReader:
             straight into its place.
     """
 
-    # In C these are read where they lie: see `Field` in compiled/source/names.h.
-    __slots__ = ("__dict__", "_filled", "_header")
-
     def __init__(self, begin: Begin, end: End) -> None:
         self.awaits_long = False
         self._begin = begin

@@ -14,9 +14,9 @@ from support.exceptions import Raised
 from support.torch_features import needs
 
 from dist2.backends.socket.transport import shared_memory
-from dist2.backends.socket.transport.messages.express import Lot
+from dist2.backends.socket.transport.messages.express import Carrier
+from dist2.backends.socket.transport.messages.lot import Lot
 from dist2.backends.socket.transport.messages.transfer import next_number
-from dist2.compiled import messages
 
 pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory")
 
@@ -43,7 +43,7 @@ def send(side: Side, text: bytearray, adopt: Callable[..., Any], cancel: Callabl
     def otherwise(*_: object) -> None:
         raise AssertionError("the message was to be offered")
 
-    carrier = messages.Carrier(
+    carrier = Carrier(
         messenger=SimpleNamespace(last=None),
         express=express,
         sends=True,
@@ -76,11 +76,11 @@ def test_no_memory_can_be_read_of_a_message_that_nothing_stands_for(sides: tuple
     raised = Raised()
     # Where both sides connected at the same time, each has a link to write to and another to read from.
     (written,) = [link.tx for link in one.endpoint._fabric.linkage.rings.links if link.tx is not None]
-    free = len(written._free_slots)
+    free = written.slots_left
     assert raised.chain_of(send, one, pattern(LONG), raised.raising("only"), raised.raising("never")) == [
         "only"
     ]
-    assert len(written._free_slots) == free
+    assert written.slots_left == free
     assert raised.alive() == []
 
 

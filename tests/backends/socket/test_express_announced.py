@@ -19,9 +19,10 @@ from support.threads import together
 from dist2 import MismatchError, OperationTimeoutError, PeerLostError, ProcessGroup
 from dist2.backends.socket.transport.base import Transfer
 from dist2.backends.socket.transport.links.link import Link
-from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.express_announced import AnnouncedSend, AnnouncedTake
+from dist2.backends.socket.transport.messages.lot import Lot
 from dist2.backends.socket.transport.messages.segments import segment_at, whole_of
+from dist2.backends.socket.transport.messages.streams import move_message
 from dist2.backends.socket.transport.raw import address_of
 from dist2.backends.socket.wire import (
     HEADER_BYTES,
@@ -32,7 +33,6 @@ from dist2.backends.socket.wire import (
     Header,
     Kind,
 )
-from dist2.compiled import steps
 from dist2.errors import GroupAbortedError
 from dist2.operation.kinds import OpKind
 from dist2.operation.signature import Signature, TensorMeta
@@ -381,7 +381,7 @@ class Mover:
             number, done, asked, agreed, filled, _ = self.state
             address = address_of(memoryview(self.memory)) - self.start
             at = (address, nbytes, self.longest, number, done, asked, agreed)
-            self.state = steps.move_message(
+            self.state = move_message(
                 self.sends, fd, fd, *templates, *at, address_of(memoryview(staged)), filled, False
             )
         return self.state

@@ -17,7 +17,7 @@ from dist2 import MismatchError, OperationTimeoutError, PeerLostError, ProcessGr
 from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST, REPORTED_BYTES
-from dist2.backends.socket.transport.messages.express import Lot
+from dist2.backends.socket.transport.messages.lot import Lot
 from dist2.backends.socket.transport.raw import address_of
 from dist2.backends.socket.wire import EAGER_BYTES, PROMPT_BYTES, Header, Kind
 from dist2.runtime.deadline import deadline_in

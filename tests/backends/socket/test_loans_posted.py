@@ -21,8 +21,8 @@ from support.threads import together
 from dist2 import GroupAbortedError, PeerLostError, ProcessGroup
 from dist2.backends.socket.transport import shared_memory
 from dist2.backends.socket.transport.base import ANY_SOURCE
-from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.express_long import ExpressTake
+from dist2.backends.socket.transport.messages.lot import Lot
 from dist2.backends.socket.transport.messages.transfer import Receiving, Sending
 from dist2.backends.socket.transport.raw import address_of
 from dist2.runtime.deadline import deadline_in
@@ -183,7 +183,7 @@ def test_what_was_read_of_a_process_that_has_ended_goes_to_nobody(sides: tuple[S
     child = subprocess.Popen([sys.executable, "-c", ""])
     pidfd = os.pidfd_open(child.pid)
     child.wait()
-    link.rx._pidfd = pidfd
+    link.rx.pidfd = pidfd
     buffer = bytearray(LONG)
     posted, sending = two.side.post(buffer), send(one, pattern(LONG, 1))
     assert not two.wait(posted, buffer)

@@ -12,10 +12,9 @@ import pytest
 from support.endpoint_pairs import NBYTES, PRINT, Side, soon, text, two_sides
 
 from dist2.backends.socket.transport import shared_memory
-from dist2.backends.socket.transport.messages import express as express_module
-from dist2.backends.socket.transport.messages.express import Lot
+from dist2.backends.socket.transport.messages.express import Express
+from dist2.backends.socket.transport.messages.lot import Lot
 from dist2.backends.socket.transport.raw import address_of
-from dist2.compiled import messages
 
 ROUNDS = 120
 UNUSED = 8
@@ -35,11 +34,11 @@ def on_one_core() -> Iterator[None]:
         os.sched_setaffinity(0, allowed)
 
 
-def express_of(side: Side) -> messages.Express:
+def express_of(side: Side) -> Express:
     return side.endpoint.ways.express(Lot(side.peer, 0, PRINT, NBYTES))
 
 
-def take_turns(side: Side, way: messages.Express, begins: bool, got: list[bytes]) -> None:
+def take_turns(side: Side, way: Express, begins: bool, got: list[bytes]) -> None:
     """Send a message and wait for the answer, or the other way round, until there was a parting."""
     buffer = bytearray(NBYTES)
     address, end = address_of(memoryview(buffer)), soon()
@@ -68,7 +67,7 @@ def test_who_shares_a_core_with_whom_it_waits_for_sleeps_for_a_moment() -> None:
 def test_who_finds_that_nobody_wants_its_core_looks_before_it_yields() -> None:
     with two_sides() as (one, two):
         lot, endpoint, end = Lot(two.peer, 0, PRINT, NBYTES), two.endpoint, soon()
-        way = express_module.express_of(endpoint._fabric, endpoint._mailbox, lot, spins=0, lone_spins=1000)
+        way = Express(endpoint._fabric, endpoint._mailbox, lot, spins=0, lone_spins=1000)
         buffer = bytearray(NBYTES)
         address = address_of(memoryview(buffer))
         while way.unused_yields < UNUSED:

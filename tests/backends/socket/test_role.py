@@ -10,8 +10,8 @@ from support.endpoint_pairs import PRINT, Side, text, two_sides
 from support.raising_handlers import interrupted
 
 from dist2.backends.socket.transport.fabric import Fabric
-from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.express_socket import SocketReceive
+from dist2.backends.socket.transport.messages.lot import Lot
 from dist2.backends.socket.transport.poller import Poller
 from dist2.backends.socket.transport.raw import address_of
 from dist2.runtime.deadline import deadline_in

@@ -11,7 +11,7 @@ from support.threads import together
 from dist2 import MismatchError, ProcessGroup
 from dist2.backends.socket.transport import shared_memory
 from dist2.backends.socket.transport.messages.credit import FRAME_COST, PROMPT_CREDIT_BYTES
-from dist2.backends.socket.transport.messages.express import Lot
+from dist2.backends.socket.transport.messages.lot import Lot
 from dist2.backends.socket.transport.raw import address_of
 from dist2.backends.socket.wire import EAGER_BYTES, RING_MESSAGE_BYTES
 from dist2.runtime.deadline import deadline_in

@@ -62,9 +62,6 @@ class Poller:
         closed: Whether polling has ended.
     """
 
-    # In C these are read where they lie: see `Field` in compiled/source/names.h.
-    __slots__ = ("__dict__", "__weakref__", "_waiters", "closed")
-
     def __init__(
         self,
         lock: threading.Lock,

@@ -26,9 +26,6 @@ yield_core = ctypes.CDLL(None).sched_yield
 class Crowd:
     """An estimate, from slow yields of a process, of other users of the cores."""
 
-    # In C these are read where they lie: see `Field` in compiled/source/names.h.
-    __slots__ = ("_pause", "_slow", "_until")
-
     def __init__(self) -> None:
         self._until = 0
         self._pause = _PAUSE_NS

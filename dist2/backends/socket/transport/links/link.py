@@ -63,9 +63,6 @@ class Link:
         rx: The ring that incoming frames come through; the socket then carries wake-ups only.
     """
 
-    # In C these are read where they lie: see `Field` in compiled/source/names.h.
-    __slots__ = ("__dict__", "_broken", "_bulk", "_frames", "_writing", "reader", "rx", "tx")
-
     def __init__(self, owner: LinkOwner, sock: LinkStream, peer_id: str | None) -> None:
         self.sock = sock
         self.peer_id = peer_id

@@ -1,14 +1,16 @@
+# cython: annotation_typing=False
 """Credit: a bound on the bytes that a member may have sent and that were not received yet."""
 
 from __future__ import annotations
 
 from collections import deque
 
-import attrs
-
 from dist2.backends.socket.transport.messages.by_rank import ByRank
 from dist2.backends.socket.transport.messages.transfer import Sending
 from dist2.backends.socket.wire import EAGER_BYTES, PROMPT_BYTES
+from dist2.runtime.built import check_built
+
+check_built(__name__, __file__)
 
 CREDIT_BYTES = 4 << 20
 """Bound on unreceived bytes of a peer: more waits at the sender."""
@@ -26,7 +28,6 @@ def cost_of(sending: Sending) -> int:
     return FRAME_COST + (sending.nbytes if sending.unasked else 0)
 
 
-@attrs.define(eq=False)
 class Account:
     """Credit between this rank and one peer, in one group; collectives and point-to-point have one each.
 
@@ -37,10 +38,14 @@ class Account:
         waiting: Sends that wait for credit, in order.
     """
 
-    used: int = 0
-    owed: int = 0
-    held: int = 0
-    waiting: deque[Sending] = attrs.field(factory=deque)
+    used: int
+    owed: int
+    held: int
+    waiting: deque[Sending]
+
+    def __init__(self) -> None:
+        self.used = self.owed = self.held = 0
+        self.waiting = deque()
 
 
 class Accounts(ByRank[Account]):

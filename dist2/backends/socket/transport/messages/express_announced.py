@@ -15,7 +15,6 @@ from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST
 from dist2.backends.socket.transport.messages.delivery import await_announced
-from dist2.backends.socket.transport.messages.express import Lot
 from dist2.backends.socket.transport.messages.express_socket import (
     Buffer,
     SocketReceive,
@@ -23,11 +22,12 @@ from dist2.backends.socket.transport.messages.express_socket import (
     first_header,
     has_socket,
 )
+from dist2.backends.socket.transport.messages.lot import Lot
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.segments import Segment, segment_at, whole_of
+from dist2.backends.socket.transport.messages.streams import move_message
 from dist2.backends.socket.transport.messages.transfer import Receiving, Sending, next_number
 from dist2.backends.socket.wire import HEADER_BYTES, SEGMENT_BYTES, Header, Kind
-from dist2.compiled import steps
 from dist2.runtime.signals import ctrl_c
 
 _PATIENCE_NS = 2_000_000
@@ -93,7 +93,7 @@ class _Passage:
             deadline_ns: When to give up.
         """
         fabric, mailbox, before = self._fabric, self._mailbox, (self.done, self.asked)
-        self.number, self.done, self.asked, self.agreed, self.filled, self._ended = steps.move_message(
+        self.number, self.done, self.asked, self.agreed, self.filled, self._ended = move_message(
             self._sends, fd, back, self.announcement, self.consent, self._header,
             address, self._nbytes, SEGMENT_BYTES, self.number, self.done, self.asked, self.agreed,
             self._staged_at, self.filled, fabric.is_full,

@@ -1,8 +1,8 @@
-"""Long messages inside a host whose direct path in C did not come to its end.
+"""Long messages inside a host whose direct path did not come to its end.
 
-The sender offers its memory (`loans`), the receiver reads it there and reports that: ``loans.c`` does both
-for ranks that wait. If the other side does not come in a moment, or the memory cannot be read, the message
-goes on as one of the queue.
+The sender offers its memory (`loans`), the receiver reads it there and reports that: ``express.pyx`` does
+both for ranks that wait. If the other side does not come in a moment, or the memory cannot be read, the
+message goes on as one of the queue.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.ring import RingWriter
 from dist2.backends.socket.transport.messages.delivery import await_announced
 from dist2.backends.socket.transport.messages.explaining import HEAR_S
-from dist2.backends.socket.transport.messages.express import Lot
+from dist2.backends.socket.transport.messages.express import Express
 from dist2.backends.socket.transport.messages.loans import Lent
+from dist2.backends.socket.transport.messages.lot import Lot
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.transfer import Receiving, Sending
 from dist2.backends.socket.wire import Header, Kind, Loan
-from dist2.compiled import messages
 from dist2.errors import GroupAbortedError, PeerLostError
 from dist2.runtime.deadline import deadline_in
 
@@ -74,7 +74,7 @@ class ExpressTake:
         mailbox: The group's mailbox.
         lot: The messages to receive.
         wait: Waits for a receive that takes the long path after all.
-        express: The short path in C, which reads the offers of posted receives.
+        express: The direct path, which reads the offers of posted receives.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ExpressTake:
         mailbox: Mailbox,
         lot: Lot,
         wait: Callable[[Receiving, int], None],
-        express: messages.Express,
+        express: Express,
     ) -> None:
         self._fabric = fabric
         self._mailbox = mailbox
@@ -112,7 +112,7 @@ class ExpressTake:
                 fabric.delivery.accept(mailbox, receiving, link, loan.number, loan)
 
     def go_on(self, link: Link, offered: bytes, was_read: bool, address: int, deadline_ns: int) -> None:
-        """Complete a receive that was begun in C: answer the offer, and request a message that was not read.
+        """Complete a receive that the direct path has begun: answer the offer, or request what was not read.
 
         Args:
             link: The link of the offer.

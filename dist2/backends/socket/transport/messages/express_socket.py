@@ -17,7 +17,7 @@ from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST, PROMPT_CREDIT_BYTES
-from dist2.backends.socket.transport.messages.express import Lot
+from dist2.backends.socket.transport.messages.lot import Lot
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.transfer import Receiving, Sending
 from dist2.backends.socket.transport.spinning import AWAKE_NS

@@ -13,9 +13,9 @@ from time import monotonic_ns
 
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.messages.express_socket import Buffer, SocketReceive
+from dist2.backends.socket.transport.messages.streams import read_whole
 from dist2.backends.socket.transport.messages.transfer import Receiving
 from dist2.backends.socket.wire import HEADER_BYTES
-from dist2.compiled import steps
 from dist2.runtime.signals import ctrl_c
 
 _PATIENCE_NS = 5_000_000
@@ -61,7 +61,7 @@ class SocketTake(SocketReceive):
         assert isinstance(sock, socket.socket)  # `_link` saw to it
         fd, came, end = sock.fileno(), 0, 0
         while True:
-            count = steps.read_whole(fd, address + came, nbytes - came, fabric.is_full)
+            count: int = read_whole(fd, address + came, nbytes - came, fabric.is_full)
             if count < 0:  # the queue finds the end as well, and handles it
                 return came + ~count
             came += count

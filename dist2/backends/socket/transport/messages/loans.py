@@ -78,7 +78,7 @@ class Borrowed:
     @property
     def stands(self) -> bool:
         """Whether the bytes read so far are valid: the sender lives and has not withdrawn the loan."""
-        return self._ring.is_lent(self.loan.slot, self.loan.number)
+        return bool(self._ring.is_lent(self.loan.slot, self.loan.number))
 
     def read(self) -> None:
         """Read the next piece, unless it was given up.

@@ -98,9 +98,6 @@ class Mailbox:
         apart: The error of a group that other members have not made, as they gave other members.
     """
 
-    # In C these are read where they lie: see `Field` in compiled/source/names.h.
-    __slots__ = ("__dict__", "aborted", "fault")
-
     def __init__(
         self,
         context: int,

@@ -1,6 +1,6 @@
 """Announced messages, moved by the thread that waits for them: announcement, acceptance, and segments.
 
-`dist2.compiled.steps.move_message` moves them; this module tells how far they have come.
+`move_message` (``streams.pyx``) moves them; this module tells how far they have come.
 
 The bytes on the wire are those that `Dispatch`, `Delivery` and `Link` make. One number says how much of a
 payload has moved: the bytes of its segments so far, headers included.

@@ -7,16 +7,16 @@ from collections.abc import Callable
 import attrs
 
 from dist2.backends.socket.transport.fabric import Fabric
-from dist2.backends.socket.transport.messages.express import Lot, express_of
+from dist2.backends.socket.transport.messages.express import Express
 from dist2.backends.socket.transport.messages.express_announced import AnnouncedSend, AnnouncedTake
 from dist2.backends.socket.transport.messages.express_any import ExpressAny
 from dist2.backends.socket.transport.messages.express_long import ExpressOffer, ExpressTake
 from dist2.backends.socket.transport.messages.express_socket import SocketReceive, SocketSend, goes_short
 from dist2.backends.socket.transport.messages.express_socket_long import SocketTake
+from dist2.backends.socket.transport.messages.lot import Lot
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.transfer import Receiving
 from dist2.backends.socket.wire import EAGER_BYTES, RING_MESSAGE_BYTES
-from dist2.compiled import messages
 
 
 class ShortWays:
@@ -87,9 +87,9 @@ class ShortWays:
             takes.append((peer, self.express(of_peer).take))
         return ExpressAny(self._fabric, self._mailbox, lot.tag, takes, self._spins)
 
-    def express(self, lot: Lot) -> messages.Express:
+    def express(self, lot: Lot) -> Express:
         """Return the short path, out and in, for messages with a member that has one."""
-        return express_of(self._fabric, self._mailbox, lot, self._spins, self._lone_spins)
+        return Express(self._fabric, self._mailbox, lot, self._spins, self._lone_spins)
 
     def express_offer(self, lot: Lot) -> ExpressOffer:
         """Return what goes on with long messages to a member that the short path has offered."""

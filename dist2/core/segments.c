@@ -1,7 +1,6 @@
-/* Announced messages, from the announcement to the last segment: the counterpart of `move_message` in
-   transport/messages/segments.py. */
+/* Announced messages, from the announcement to the last segment: see stream.h. */
 
-#include "steps.h"
+#include "stream.h"
 
 #include <errno.h>
 #include <poll.h>
@@ -9,26 +8,9 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 
-#define WAIT_MS 1
-#define TURN_NS 2000000 /* how long it takes before Python does its checks */
+#define TURN_NS 2000000 /* how long it takes before the caller does its checks */
 
 enum { NBYTES_AT = 4, TAG_AT = 24, TRANSFER_AT = 40 };
-
-/* A message on its way. */
-typedef struct {
-    int fd, back;             /* descriptor of the payload, and that of the opposite direction */
-    const char *announcement; /* its header, with the sender's number; the receiver accepts any number */
-    const char *consent;      /* the receiver's answer, */
-    const char *header;       /* and the header of each segment, without its offset and length */
-    char *payload;
-    size_t nbytes, longest, done; /* `done`: of all headers and segments together */
-    size_t asked;                 /* sent bytes of the announcement on the one side, of the consent on the other */
-    uint64_t number;
-    int agreed;
-    char *staged;  /* an incomplete or unexpected header, */
-    size_t filled; /* and the number of its bytes that have come */
-    long long start_ns;
-} Payload;
 
 /* The segment that is being moved. */
 typedef struct {
@@ -39,7 +21,7 @@ typedef struct {
 
 /* Find the segment that is being moved; 0 if all are done. */
 static int
-find_segment(const Payload *payload, Segment *segment)
+find_segment(const Announced *payload, Segment *segment)
 {
     size_t whole = payload->longest + FRAME_BYTES, start = payload->done / whole * payload->longest;
     segment->inside = payload->done % whole;
@@ -58,23 +40,16 @@ find_segment(const Payload *payload, Segment *segment)
     return segment->inside < FRAME_BYTES + segment->length;
 }
 
-/* Whether a failed call means the end of the stream, and not merely no bytes or no room. */
+/* Whether it is time for the caller's checks. */
 static int
-is_end(void)
+is_over(const Announced *payload)
 {
-    return errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR;
-}
-
-/* Whether it is time for Python's checks. */
-static int
-is_over(const Payload *payload)
-{
-    return monotonic_ns() - payload->start_ns > TURN_NS;
+    return clock_ns() - payload->start_ns > TURN_NS;
 }
 
 /* Whether all of the payload has moved. */
 static int
-is_through(const Payload *payload)
+is_through(const Announced *payload)
 {
     Segment segment;
     return !find_segment(payload, &segment);
@@ -82,7 +57,7 @@ is_through(const Payload *payload)
 
 /* Write as much as there is room for; 1 if the stream has ended. */
 static int
-push(Payload *payload)
+push(Announced *payload)
 {
     Segment segment;
     while (find_segment(payload, &segment) && !is_over(payload)) {
@@ -93,7 +68,7 @@ push(Payload *payload)
         struct msghdr message = {.msg_iov = parts, .msg_iovlen = 2};
         ssize_t count = sendmsg(payload->fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
         if (count < 0) {
-            return is_end();
+            return is_stream_end();
         }
         payload->done += (size_t)count;
     }
@@ -102,7 +77,7 @@ push(Payload *payload)
 
 /* Accept a header that has come; 0 if it is incomplete or unexpected. */
 static int
-take_header(Payload *payload)
+take_header(Announced *payload)
 {
     Segment segment;
     if (payload->filled < FRAME_BYTES || !find_segment(payload, &segment)) {
@@ -118,7 +93,7 @@ take_header(Payload *payload)
 
 /* Read the bytes that have come; 1 if the stream has ended. The header behind a segment is read with it. */
 static int
-pull(Payload *payload)
+pull(Announced *payload)
 {
     Segment segment;
     while (find_segment(payload, &segment) && payload->filled < FRAME_BYTES && !is_over(payload)) {
@@ -129,7 +104,7 @@ pull(Payload *payload)
         struct msghdr message = {.msg_iov = parts, .msg_iovlen = left && last ? 1 : 2};
         ssize_t count = recvmsg(payload->fd, &message, MSG_DONTWAIT);
         if (count <= 0) {
-            return count == 0 || is_end();
+            return count == 0 || is_stream_end();
         }
         size_t came = (size_t)count < left ? (size_t)count : left;
         payload->done += came;
@@ -141,11 +116,11 @@ pull(Payload *payload)
 
 /* Write a frame without payload, as far as there is room; 1 if the stream has ended. */
 static int
-ask(Payload *payload, int fd, const char *frame)
+ask(Announced *payload, int fd, const char *frame)
 {
     ssize_t count = send(fd, frame + payload->asked, FRAME_BYTES - payload->asked, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (count < 0) {
-        return is_end();
+        return is_stream_end();
     }
     payload->asked += (size_t)count;
     return 0;
@@ -153,11 +128,11 @@ ask(Payload *payload, int fd, const char *frame)
 
 /* Read a header; 1 if the stream has ended. */
 static int
-stage(Payload *payload, int fd)
+stage(Announced *payload, int fd)
 {
     ssize_t count = recv(fd, payload->staged + payload->filled, FRAME_BYTES - payload->filled, MSG_DONTWAIT);
     if (count <= 0) {
-        return count == 0 || is_end();
+        return count == 0 || is_stream_end();
     }
     payload->filled += (size_t)count;
     return 0;
@@ -173,7 +148,7 @@ about(char *frame, const char *template, uint64_t number)
 
 /* Announce a message, read the consent, and write the payload, as far as possible; 1 if a stream has ended. */
 static int
-hand_over(Payload *payload)
+hand_over(Announced *payload)
 {
     char frame[FRAME_BYTES];
     if (payload->asked < FRAME_BYTES) {
@@ -205,7 +180,7 @@ hand_over(Payload *payload)
 /* Read the number of a message, consent to it, and read its payload, as far as bytes have come; 1 if a stream has
    ended. */
 static int
-take_over(Payload *payload)
+take_over(Announced *payload)
 {
     char frame[FRAME_BYTES];
     if (!payload->agreed) {
@@ -235,13 +210,12 @@ take_over(Payload *payload)
     return pull(payload);
 }
 
-/* Move all, waiting first by yields and then asleep. Return early if nothing moves for a moment, other work is
-   possible, or it is time for Python's checks; 1 if a stream has ended. */
-static int
-move_all(Payload *payload, int (*move)(Payload *), int writes)
+int
+announced_move(Announced *payload, int sends, int writes)
 {
+    int (*move)(Announced *) = sends ? hand_over : take_over;
     Yielding yielding = {0};
-    payload->start_ns = monotonic_ns();
+    payload->start_ns = clock_ns();
     while (1) {
         size_t before = payload->done + payload->asked;
         if (move(payload)) {
@@ -254,62 +228,17 @@ move_all(Payload *payload, int (*move)(Payload *), int writes)
             yielding.since_ns = 0;
         }
         /* Before the consent the sender waits for the receiver's frame, as the receiver does for the sender's. */
-        int sends = move == hand_over && payload->agreed;
-        struct pollfd event = {move == hand_over && !sends ? payload->back : payload->fd, 0, 0};
-        short other = sends ? POLLIN : writes ? POLLOUT : 0;
-        event.events = (short)((sends ? POLLOUT : POLLIN) | other);
+        int pushes = sends && payload->agreed;
+        struct pollfd event = {sends && !pushes ? payload->back : payload->fd, 0, 0};
+        short other = pushes ? POLLIN : writes ? POLLOUT : 0;
+        event.events = (short)((pushes ? POLLOUT : POLLIN) | other);
         if (give_way(&yielding)) {
             if (other && poll(&event, 1, 0) > 0 && event.revents & other) {
                 return 0;
             }
         }
-        else if (poll(&event, 1, WAIT_MS) <= 0 || event.revents & other) {
+        else if (poll(&event, 1, STREAM_WAIT_MS) <= 0 || event.revents & other) {
             return 0;
         }
     }
-}
-
-/* Advance a message, on the sending or the receiving side. */
-static PyObject *
-move_message(PyObject *module, PyObject *args)
-{
-    (void)module;
-    Payload payload = {0};
-    unsigned long long address, staged, number;
-    Py_ssize_t announcement, consent, header, nbytes, longest, done, asked, filled;
-    int sends, writes, ended;
-    if (!PyArg_ParseTuple(args, "piiy#y#y#KnnKnnpKnp", &sends, &payload.fd, &payload.back, &payload.announcement,
-                          &announcement, &payload.consent, &consent, &payload.header, &header, &address, &nbytes,
-                          &longest, &number, &done, &asked, &payload.agreed, &staged, &filled, &writes)) {
-        return NULL;
-    }
-    if (announcement != FRAME_BYTES || consent != FRAME_BYTES || header != FRAME_BYTES || nbytes <= 0 || longest <= 0 ||
-        done < 0 || asked < 0 || asked > FRAME_BYTES || filled < 0 || filled >= FRAME_BYTES) {
-        return PyErr_Format(PyExc_ValueError, "no such message");
-    }
-    payload.payload = (char *)(uintptr_t)address;
-    payload.staged = (char *)(uintptr_t)staged;
-    payload.nbytes = (size_t)nbytes;
-    payload.longest = (size_t)longest;
-    payload.number = number;
-    payload.done = (size_t)done;
-    payload.asked = (size_t)asked;
-    payload.filled = (size_t)filled;
-    Py_BEGIN_ALLOW_THREADS;
-    ended = move_all(&payload, sends ? hand_over : take_over, writes);
-    Py_END_ALLOW_THREADS;
-    return Py_BuildValue("KnnNnN", (unsigned long long)payload.number, (Py_ssize_t)payload.done,
-                         (Py_ssize_t)payload.asked, PyBool_FromLong(payload.agreed), (Py_ssize_t)payload.filled,
-                         PyBool_FromLong(ended));
-}
-
-static PyMethodDef methods[] = {
-    {"move_message", move_message, METH_VARARGS, "Announce a message and write it, or read one that is announced."},
-    {NULL, NULL, 0, NULL},
-};
-
-int
-segments_ready(PyObject *module)
-{
-    return PyModule_AddFunctions(module, methods);
 }

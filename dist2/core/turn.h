@@ -6,7 +6,7 @@
 #ifndef DIST2_TURN_H
 #define DIST2_TURN_H
 
-#include "waiting.h"
+#include "base.h"
 
 #include <linux/futex.h>
 #include <pthread.h>
@@ -48,7 +48,7 @@ set_to(atomic_int *flag, int value)
 static inline void
 rouse(Turn *self, long long patience_ns)
 {
-    atomic_store_explicit(&self->ready_ns, monotonic_ns(), memory_order_relaxed);
+    atomic_store_explicit(&self->ready_ns, clock_ns(), memory_order_relaxed);
     atomic_store_explicit(&self->patience_ns, patience_ns, memory_order_relaxed);
     atomic_thread_fence(memory_order_seq_cst); /* publish the queued job or the returned turn before reading `asleep` */
     if (is_set(&self->asleep)) {
@@ -203,7 +203,7 @@ await_job(Turn *self, long long idle_ns)
     sleep_lightly();
     for (;;) {
         int queued = is_set(&self->queued);
-        long long ready_ns = atomic_load_explicit(&self->ready_ns, memory_order_relaxed), now = monotonic_ns();
+        long long ready_ns = atomic_load_explicit(&self->ready_ns, memory_order_relaxed), now = clock_ns();
         if (queued && !is_set(&self->busy)) {
             long long left_ns = ready_ns + atomic_load_explicit(&self->patience_ns, memory_order_relaxed) - now;
             if (left_ns <= 0) {

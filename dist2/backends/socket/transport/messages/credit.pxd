@@ -1,0 +1,3 @@
+cdef class Account:
+    cdef public long long used, owed, held
+    cdef public object waiting

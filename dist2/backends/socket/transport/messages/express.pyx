@@ -1,0 +1,776 @@
+# cython: language_level=3, binding=False, boundscheck=False, wraparound=False, embedsignature=False
+# distutils: sources = dist2/core/ring.c dist2/core/ring_waiter.c
+# distutils: include_dirs = dist2/core
+"""`Express`: direct messages inside a host. `Carrier`: the sends or the receives of one signature by it.
+
+All messages between two processes go through the same ring. A direct send has the effect of the queued path
+(`Intake`, `Mailbox`) for a message that can be sent at once, but keeps no record of it. A send with credit
+and room writes its frame. A receive whose message could match no other receive looks for exactly that frame,
+and copies the payload out of the ring. In every other case they refuse without side effects, and the queued
+path takes the call. So order, credit, mismatches and failures are decided in one place.
+
+The frame of a short message is the same for every call of a lot: it is made once, and compared as bytes. Of a
+long message the sender offers its memory (``loans.py``): the receiver has the kernel copy it, and each reports to
+the other. What does not end in a moment goes on by ``express_long.py``.
+
+The fabric's lock guards links, credit and mailboxes; the poller's role makes this thread the only reader of the
+rings. Functions that need the lock say so; a signal handler may raise wherever Python code runs.
+"""
+
+from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from libc.stdint cimport int64_t, uint64_t
+from libc.string cimport memcpy, memset
+
+from dist2.backends.socket.transport.links.ring cimport (
+    MOST_READERS, READER_SLEEPS, WRITER_SLEEPS, End, RingReader, RingWait, RingWriter, Together, clock_ns,
+    read_word, ring_consume, ring_has, ring_look, ring_pull, ring_pull_like, ring_push, ring_yield,
+)
+from dist2.backends.socket.transport.messages.credit cimport Account
+from dist2.operation.plan_cache cimport Lane
+from dist2.operation.record cimport Operation
+
+from dist2.backends.socket.transport.base import ANY_SOURCE
+from dist2.backends.socket.transport.messages.credit import REPORTED_BYTES
+from dist2.backends.socket.wire import TAGGED, Header, Kind
+
+cdef extern from "<sys/uio.h>" nogil:
+    struct iovec:
+        void *iov_base
+        size_t iov_len
+    Py_ssize_t process_vm_readv(int, const iovec *, unsigned long, const iovec *, unsigned long, unsigned long)
+
+cdef enum:
+    HEADER_BYTES = 56   # of a frame: wire.py
+    TRANSFER_AT = 40    # in it: the number of its message
+    TOTAL_AT = 48       # the length of the message, or the number of received bytes
+    LONG_BYTES = 32 << 10  # moved without the interpreter lock
+    PIECE_BYTES = 1 << 20  # read from another process at once
+    MOST_AT_ONCE = 8 << 20  # longer ones are left to the poller, if their receives were posted
+    YIELD_NS = 1000000  # how long a waiter yields before it sleeps
+    CHECK_NS = 1000000  # between two looks whether the group has failed
+    GLANCE_NS = 1000000  # between two calls of `Poller.glance`, which does periodic checks
+    FETCH_NS = 2000000  # long messages are read for so long before other work gets a turn
+    UNREAD, UNTOLD, TOLD  # of a loan: not read; read; and the sender knows it
+
+assert (HEADER_BYTES, TRANSFER_AT) == (len(Header(Kind.TAKEN).encode()), HEADER_BYTES - 16)
+cdef long long REPORTED = REPORTED_BYTES
+
+
+cdef struct Loan:
+    uint64_t number, address, slot
+
+
+cdef bint is_clear(link) except -1:
+    """Whether a frame that is written to a link now would be the next to go out."""
+    return not (link._writing or link._frames or link._bulk or link._broken)
+
+
+cdef int wake(link, End end, int sleeper) except -1:
+    """Wake the other side of a ring if it sleeps."""
+    if read_word(&end.ring.words[sleeper]):
+        link.wake_peer()
+    return 0
+
+
+cdef class Express:
+    """The direct messages of a lot, out and in.
+
+    Args:
+        fabric: This process's fabric.
+        mailbox: The group's mailbox.
+        lot: The messages.
+        spins: How often to look before yielding the core,
+        lone_spins: and if that is 0, while no other process needs the core.
+    """
+
+    cdef object poller, crowd, mailbox, delivery, outcomes, rings, fingerprint, fabric_id, number
+    cdef object acquire, release, take_lock_of_role, release_role
+    cdef dict outgoing, links_from, posted, arrived
+    cdef set told, aborters, left
+    cdef tuple key, key_of_any
+    cdef bytes header, taken, received
+    cdef Account account
+    cdef long long nbytes, cost, credit, glanced_ns
+    cdef long rank, spins, lone_spins
+    cdef bint is_told, answered
+    cdef Together together
+
+    def __init__(self, fabric, mailbox, lot, long spins, long lone_spins):
+        self.poller, self.crowd, self.rings = fabric.poller, fabric.poller.crowd, fabric.linkage.rings
+        self.mailbox, self.delivery, self.outcomes = mailbox, fabric.delivery, fabric.outcomes
+        self.outgoing, self.links_from = fabric.linkage.outgoing, fabric.linkage.rings.links_from
+        self.posted, self.arrived = mailbox._posted, mailbox._arrived
+        self.aborters, self.left = mailbox.aborters, mailbox.left
+        self.acquire, self.release = fabric.lock.acquire, fabric.lock.release
+        self.take_lock_of_role, self.release_role = fabric.poller.role.acquire, fabric.poller.role.release
+        self.rank, self.fingerprint, self.nbytes = lot.peer, lot.fingerprint, lot.nbytes
+        self.cost, self.credit, self.spins, self.lone_spins = lot.cost, lot.credit, spins, lone_spins
+        self.number, self.fabric_id = lot.peer, mailbox.fabric_ids[lot.peer]
+        self.account, self.told = mailbox.accounts[True][lot.peer], mailbox.calls.told[lot.peer]
+        self.key, self.key_of_any = (True, lot.peer, 0, lot.tag), (True, ANY_SOURCE, 0, lot.tag)
+        self.header = lot.header(mailbox.context)
+        self.taken = Header(Kind.TAKEN, 0, mailbox.context).encode()
+        self.received = Header(Kind.CREDIT, TAGGED, mailbox.context).encode()
+
+    @property
+    def unused_yields(self):
+        """Consecutive yields, up to a limit, in which no other thread ran."""
+        return self.together.unused
+
+    @property
+    def partings(self):
+        """How often it slept to get a core other than the awaited process's."""
+        return self.together.partings
+
+    # Sending
+
+    def send(self, size_t address):
+        """Send memory by its address; False, with nothing done, if it must be queued or announced."""
+        return self.send_from(<const char *>address, clock_ns())
+
+    cdef bint send_from(self, const char *payload, long long now) except -1:
+        """Send a message; ``now`` is the start of the call."""
+        self.glance(now)
+        self.acquire()
+        try:
+            link = self.outgoing.get(self.fabric_id)
+            tx = self.way_out(link, False)
+            if tx is None or not self.push(tx, payload, self.nbytes):
+                return False
+        finally:
+            self.release()
+        wake(link, tx, READER_SLEEPS)
+        return True
+
+    cdef int send_first(self, const char *payload, long long now) except -1:
+        """Send a short message without Python code: as `Lane.send`."""
+        if self.nbytes >= LONG_BYTES or now - self.glanced_ns > GLANCE_NS or not self.acquire(False):
+            return 0
+        try:
+            tx = self.way_out(self.outgoing.get(self.fabric_id), False)
+            if tx is None or not self.push(tx, payload, self.nbytes):
+                return 0
+        finally:
+            self.release()
+        return 2 if read_word(&tx.ring.words[READER_SLEEPS]) else 1
+
+    cdef int glance(self, long long now) except -1:
+        """Let the poller do its periodic checks, which operations that never wait have to call."""
+        if now - self.glanced_ns > GLANCE_NS:
+            self.glanced_ns = now
+            self.poller.glance()
+        return 0
+
+    cdef RingWriter way_out(self, link, bint is_offer):
+        """Return the ring for a message, or for its offer, if nothing prevents it. With the lock."""
+        if link is None or self.mailbox.fault is not None or self.aborters or (self.left and self.number in self.left):
+            return None
+        # The sender of an offer waits, and can answer the question which operation it is.
+        self.is_told = self.is_told or self.fingerprint in self.told
+        return link.tx if (is_offer or self.is_told) and is_clear(link) else None
+
+    cdef bint push(self, RingWriter tx, const char *payload, size_t nbytes) except -1:
+        """Write a frame, if there are credit and room. With the lock."""
+        cdef const char *header = self.header
+        cdef bint pushed
+        if self.account.waiting or self.account.used + self.cost > self.credit:
+            return False
+        if nbytes < LONG_BYTES:
+            pushed = ring_push(&tx.ring, header, HEADER_BYTES, payload, nbytes)
+        else:
+            with nogil:
+                pushed = ring_push(&tx.ring, header, HEADER_BYTES, payload, nbytes)
+        if pushed:
+            self.account.used += self.cost
+        return pushed
+
+    cdef bint answer(self, bytes template, size_t at, uint64_t number) except -1:
+        """Write a frame without payload to the other side; `settle` wakes it. With the lock.
+
+        Returns:
+            False, with nothing done, if the queued path has to do it.
+        """
+        cdef char header[HEADER_BYTES]
+        cdef RingWriter tx
+        link = self.outgoing.get(self.fabric_id)
+        tx = link.tx if link is not None and is_clear(link) else None
+        if tx is None:
+            return False
+        memcpy(header, <const char *>template, HEADER_BYTES)
+        memcpy(header + at, &number, sizeof(number))
+        self.answered = ring_push(&tx.ring, header, HEADER_BYTES, NULL, 0)
+        return self.answered
+
+    cdef int wake_receiver(self) except -1:
+        """Wake the other side, if it sleeps and does not look into the ring of messages to it."""
+        link = self.outgoing.get(self.fabric_id)
+        if link is not None and link.tx is not None:
+            wake(link, link.tx, READER_SLEEPS)
+        return 0
+
+    # Offering a long message
+
+    cdef object offer(self, Carrier carrier, tensor, const char *address, long long deadline_ns):
+        """Offer a message, and wait for a moment until the receiver has read it.
+
+        Returns:
+            True once it is; the message that the queued path goes on with; None, with nothing done.
+        """
+        self.glance(clock_ns())
+        if not self.take_role():
+            return None
+        try:
+            sent = self.offer_as_poller(carrier, tensor, address, deadline_ns)
+        except BaseException:
+            self.give_role()
+            raise
+        try:
+            self.give_role()
+        except BaseException:
+            if sent is not None and sent is not True:
+                carrier.cancel(sent)
+            raise
+        return sent
+
+    cdef object offer_as_poller(self, Carrier carrier, tensor, const char *address, long long deadline_ns):
+        cdef Loan loan
+        cdef RingWriter tx
+        link = self.ring_in()
+        if link is None:
+            return None
+        loan.number, loan.address = carrier.numbers(), <uint64_t>address
+        tx = self.push_offer(&loan)
+        if tx is None:
+            return None
+        try:
+            taken = self.await_taken(link.rx, tx, &loan, deadline_ns)
+        except BaseException:
+            carrier.cancel(self.adopt(carrier, tensor, tx, &loan))
+            raise
+        if not taken:  # before the next poller reads the receiver's answer, which has to find the message
+            return self.adopt(carrier, tensor, tx, &loan)
+        wake(link, link.rx, WRITER_SLEEPS)
+        return True
+
+    cdef object adopt(self, Carrier carrier, tensor, RingWriter tx, Loan *loan):
+        """Leave an offered message to the queued path; if that fails, its memory is not read any more."""
+        try:
+            return carrier.adopt(tensor, loan.number, tx, loan.slot)
+        except BaseException:
+            tx.revoke(loan.slot)
+            raise
+
+    cdef RingWriter push_offer(self, Loan *loan):
+        """Enter a loan and write its offer; return the ring, or None with nothing done."""
+        cdef long long slot
+        self.acquire()
+        try:
+            link = self.outgoing.get(self.fabric_id)
+            tx = self.way_out(link, True)
+            slot = -1 if tx is None else tx.take_slot(loan.number)
+            if slot < 0:
+                return None
+            loan.slot = slot
+            if not self.push(tx, <const char *>loan, sizeof(Loan)):
+                tx.revoke(slot)
+                return None
+        finally:
+            self.release()
+        wake(link, tx, READER_SLEEPS)
+        return tx
+
+    cdef bint await_taken(self, RingReader rx, RingWriter tx, Loan *loan, long long deadline_ns) except -1:
+        """Wait a moment for the receiver's answer, and read it; False if another frame is next, or none comes."""
+        cdef char taken[HEADER_BYTES]
+        while not ring_has(&rx.ring, 1):
+            if not self.watch(rx, deadline_ns):
+                return False
+        memcpy(taken, <const char *>self.taken, HEADER_BYTES)
+        memcpy(taken + TRANSFER_AT, &loan.number, sizeof(loan.number))
+        if not ring_pull(&rx.ring, taken, HEADER_BYTES, NULL, 0):
+            return False
+        self.acquire()
+        try:
+            ring_consume(&rx.ring, HEADER_BYTES)
+            tx.revoke(loan.slot)
+        finally:
+            self.release()
+        return True
+
+    # Receiving
+
+    def take(self, size_t address):
+        """Receive to an address if the message is here; False, with nothing done, if not."""
+        return self.take_to(<char *>address)
+
+    def wait(self, size_t address, long long deadline_ns):
+        """Receive to an address; False, with nothing done, if no message arrives soon."""
+        return self.pull(<char *>address, self.nbytes, deadline_ns, None, False) is not None
+
+    def wait_posted(self, receiving, size_t address, long long deadline_ns):
+        """Wait for the message of a receive that is posted, and end that; False, with nothing done, if not.
+
+        Then it does not come in a moment, or it would go to another receive.
+        """
+        return self.pull(<char *>address, self.nbytes, deadline_ns, receiving, False) is not None
+
+    cdef bint take_to(self, char *to) except -1:
+        link = self.links_from.get(self.fabric_id)
+        if link is None or not self.has_bytes(link.rx):  # without a lock: what comes now could come later
+            return False
+        self.serve_posted()
+        return self.pull(to, self.nbytes, 0, None, False) is not None
+
+    cdef bint has_bytes(self, RingReader rx) except -1:
+        return rx is not None and ring_has(&rx.ring, 1)
+
+    cdef object pull(self, char *to, size_t nbytes, long long deadline_ns, posted, bint is_offer):
+        """Read the next frame, if it is of this lot.
+
+        Args:
+            to: Where its payload goes.
+            nbytes: Its length.
+            deadline_ns: Wait for it until then, but for a moment only; 0: do not wait.
+            posted: The receive of the payload, if that is posted already.
+            is_offer: The message is still to be read.
+
+        Returns:
+            The link that it came by; None, with nothing done, if another frame or none is there.
+        """
+        cdef bint pulled
+        if not self.take_role():
+            return None
+        try:
+            self.acquire()
+            try:
+                link = self.link_in(posted, True)
+                rx = None if link is None else link.rx
+                if rx is None:
+                    return None
+                pulled = self.pull_at_once(rx, to, nbytes, posted, is_offer)
+            finally:
+                self.release()
+            if pulled:
+                self.settle(link, rx)
+            else:
+                pulled = self.pull_from(link, rx, to, nbytes, deadline_ns, posted, is_offer)
+            return link if pulled else None
+        finally:
+            self.give_role()
+
+    cdef bint take_role(self) except -1:
+        """Take the role of the poller, if it is free."""
+        return not self.poller.closed and self.take_lock_of_role(False)
+
+    cdef int give_role(self) except -1:
+        self.release_role()
+        if self.poller._waiters:
+            self.poller.tell_waiters()
+        return 0
+
+    cdef object link_in(self, posted, bint wants_next):
+        """Return the link of incoming messages, if the next bytes in it begin a frame; None if not. With the lock.
+
+        Args:
+            posted: A posted receive, which has to get the next message,
+            wants_next: or if it is None, a receive that is posted now.
+        """
+        link = self.links_from.get(self.fabric_id)
+        if link is None or self.mailbox.fault is not None:
+            return None
+        reader = link.reader
+        if reader._header is not None or reader._filled:
+            return None
+        if not wants_next:
+            return link
+        return link if (self.is_first(posted) if posted is not None else self.is_free()) else None
+
+    cdef object ring_in(self):
+        """Return the link of incoming messages, if it has a ring, the next bytes in which begin a frame."""
+        self.acquire()
+        try:
+            link = self.link_in(None, False)
+            return None if link is None or link.rx is None else link
+        finally:
+            self.release()
+
+    cdef bint is_free(self) except -1:
+        """Whether a receive posted now would get the next message of the lot. With the lock."""
+        if self.arrived and self.key in self.arrived:
+            return False
+        return not (self.posted and (self.key in self.posted or self.key_of_any in self.posted))
+
+    cdef bint is_first(self, posted) except -1:
+        """Whether a posted receive would. With the lock."""
+        if self.key_of_any in self.posted:
+            return False
+        queue = self.posted.get(self.key)
+        return queue is not None and queue[0] is posted
+
+    cdef bint pull_from(
+        self, link, RingReader rx, char *to, size_t nbytes, long long deadline_ns, posted, bint is_offer
+    ) except -1:
+        """Read the next frame of a link; reports of received bytes before it as well. With the role."""
+        while ring_has(&rx.ring, 1) or (deadline_ns and self.watch(rx, deadline_ns)):
+            if self.pull_next(link, rx, to, nbytes, posted, is_offer):
+                return True
+            if not self.take_received(link, rx):
+                return False
+        return False
+
+    cdef bint pull_next(self, link, RingReader rx, char *to, size_t nbytes, posted, bint is_offer) except -1:
+        """Read the next frame, if it is of this lot. With the role."""
+        cdef const char *header = self.header
+        cdef char *first = to if posted is None else NULL
+        cdef bint here = True
+        if nbytes >= LONG_BYTES:  # its writer may be half way
+            with nogil:
+                here = ring_pull(&rx.ring, header, HEADER_BYTES, first, nbytes)
+        if not here:
+            return False
+        self.acquire()
+        try:
+            if self.mailbox.fault is not None or not (posted is None or self.is_first(posted)):
+                return False  # other threads may have failed or completed the receive meanwhile
+            if nbytes >= LONG_BYTES and posted is None:
+                self.account_for(rx, nbytes)
+            elif not self.pull_whole(rx, to, nbytes, posted, is_offer):
+                return False
+        finally:
+            self.release()
+        self.settle(link, rx)
+        return True
+
+    cdef bint pull_at_once(self, RingReader rx, char *to, size_t nbytes, posted, bint is_offer) except -1:
+        """Read the next frame, if it is of this lot, short, and here. With the role and the lock."""
+        return nbytes < LONG_BYTES and ring_has(&rx.ring, HEADER_BYTES + nbytes) and self.pull_whole(
+            rx, to, nbytes, posted, is_offer
+        )
+
+    cdef bint pull_whole(self, RingReader rx, char *to, size_t nbytes, posted, bint is_offer) except -1:
+        """Read the next frame, if it is of this lot; it is here completely. With the role and the lock."""
+        if not ring_pull(&rx.ring, self.header, HEADER_BYTES, to, nbytes):
+            return False
+        if posted is not None:
+            self.forget_posted()
+            if not is_offer:
+                self.end_posted(posted)
+        self.account_for(rx, nbytes)
+        return True
+
+    cdef int account_for(self, RingReader rx, size_t nbytes) except -1:
+        """Free the frame of a received message, and report received bytes if that is due. With the lock."""
+        ring_consume(&rx.ring, HEADER_BYTES + nbytes)
+        if self.account.owed + self.cost < REPORTED:
+            self.account.owed += self.cost
+        elif self.answer(self.received, TOTAL_AT, self.account.owed + self.cost):
+            self.account.owed = 0
+        else:
+            self.delivery.account_for(self.mailbox, self.number, True, self.cost)
+        return 0
+
+    cdef int settle(self, link, RingReader rx) except -1:
+        """Wake the writer of a ring that frames were read from, and the reader of what was answered."""
+        wake(link, rx, WRITER_SLEEPS)
+        if self.answered:
+            self.answered = False
+            self.wake_receiver()
+        return 0
+
+    cdef int forget_posted(self) except -1:
+        """Remove the receive that was posted first. With the lock."""
+        queue = self.posted[self.key]
+        queue.popleft()
+        if not queue:
+            del self.posted[self.key]
+        return 0
+
+    cdef int end_posted(self, posted) except -1:
+        """Complete a receive. With the lock: if this thread is interrupted, the next poller reports it."""
+        self.outcomes.finished.append(posted)
+        posted.data = None
+        posted.done = True
+        return 0
+
+    cdef bint take_received(self, link, RingReader rx) except -1:
+        """Read a report of received bytes, if that is the next frame: as `Dispatch.on_credit`. With the role."""
+        cdef char found[HEADER_BYTES]
+        cdef uint64_t total
+        self.acquire()
+        try:
+            if not ring_pull_like(&rx.ring, self.received, TOTAL_AT, found, HEADER_BYTES):
+                return False
+            if self.mailbox.fault is not None or self.account.waiting:  # which the queued path then sends
+                return False
+            memcpy(&total, found + TOTAL_AT, sizeof(total))
+            self.account.used = 0 if total > <uint64_t>self.account.used else self.account.used - <long long>total
+            ring_consume(&rx.ring, HEADER_BYTES)
+        finally:
+            self.release()
+        wake(link, rx, WRITER_SLEEPS)
+        return True
+
+    cdef bint watch(self, RingReader rx, long long deadline_ns) except -1:
+        """Look into a ring, and yield; False if the caller has other work to do first. With the role."""
+        cdef RingWait wait
+        cdef RingReader other
+        cdef long long now
+        cdef bint here
+        if ring_look(&rx.ring, &self.together, self.spins, self.lone_spins):
+            return True
+        now = clock_ns()
+        memset(&wait, 0, sizeof(wait))
+        wait.ring, wait.together, wait.end_ns = &rx.ring, &self.together, min(now + YIELD_NS, deadline_ns)
+        if now < <long long>self.crowd._until or now >= wait.end_ns:
+            return False
+        readers = self.rings.readers
+        for other in readers:
+            if other is not rx and wait.count < MOST_READERS:
+                wait.others[wait.count] = &other.ring
+                wait.count += 1
+        while not (self.has_failed() or self.poller._waiters):
+            with nogil:
+                here = ring_yield(&wait)
+                now = clock_ns()
+            if here or now >= wait.end_ns:
+                return here
+            if wait.slow > 1:
+                self.crowd._note(now)
+                return False
+        return False
+
+    cdef bint has_failed(self) except -1:
+        return self.mailbox.aborted is not None or self.mailbox.fault is not None
+
+    # Receiving a long message
+
+    cdef object fetch(self, char *to, long long deadline_ns):
+        """Wait for the offer of a message, and read that.
+
+        Returns:
+            True once it is read and the sender knows it; the link, the loan and whether it was read if the queued
+            path goes on with that; None, with nothing done.
+        """
+        cdef Loan loan
+        cdef int state
+        link = self.pull(<char *>&loan, sizeof(loan), deadline_ns, None, True)
+        if link is None:
+            return None
+        state = self.read_loan(link.rx, &loan, to)
+        if state == TOLD:
+            self.settle(link, link.rx)
+        return True if state == TOLD else (link, (<char *>&loan)[:sizeof(loan)], state == UNTOLD)
+
+    cdef int read_loan(self, RingReader rx, Loan *loan, char *to) except -1:
+        """Have the kernel copy a message from its sender's memory, and answer; `settle` follows.
+
+        The bytes are valid only if the loan still stands afterwards.
+        """
+        cdef size_t done = 0
+        cdef bint fine = rx is not None and rx.pid > 0
+        while fine and done < <size_t>self.nbytes:
+            with nogil:
+                fine = read_for_a_while(rx.pid, loan.address, to, &done, self.nbytes)
+            fine = fine and (done == <size_t>self.nbytes or not self.has_failed())
+        if not fine:
+            return UNREAD
+        self.acquire()
+        try:
+            if self.has_failed() or not rx.is_lent(loan.slot, loan.number):
+                return UNTOLD
+            return TOLD if self.answer(self.taken, TRANSFER_AT, loan.number) else UNTOLD
+        finally:
+            self.release()
+
+    # Receives that were posted before
+
+    cdef object first_posted(self):
+        """Return the receive of the lot's key that was posted first, if it is of this lot."""
+        self.acquire()
+        try:
+            queue = self.posted.get(self.key)
+            return queue[0] if queue and queue[0].fingerprint == self.fingerprint else None
+        finally:
+            self.release()
+
+    cdef bint serve_first(self, link, RingReader rx, adopt) except -1:
+        """Deliver the next message to the receive that was posted first, if both are of this lot. With the role.
+
+        Args:
+            adopt: Leaves an offered message to the queued path; None for short messages.
+        """
+        cdef Py_buffer buffer
+        posted = self.first_posted()
+        data = None if posted is None else posted.data
+        if data is None:  # none is posted, or it ended a moment ago
+            return False
+        PyObject_GetBuffer(data, &buffer, PyBUF_WRITABLE)
+        try:
+            if buffer.len != self.nbytes:
+                return False
+            if adopt is None:
+                return self.pull_next(link, rx, <char *>buffer.buf, buffer.len, posted, False)
+            return self.fetch_for(link, rx, <char *>buffer.buf, posted, adopt)
+        finally:
+            PyBuffer_Release(&buffer)
+
+    cdef bint fetch_for(self, link, RingReader rx, char *to, posted, adopt) except -1:
+        """Read the next message, which is offered, for a posted receive. With the role."""
+        cdef Loan loan
+        cdef bint read
+        if not self.pull_next(link, rx, <char *>&loan, sizeof(loan), posted, True):
+            return False
+        offered = (<char *>&loan)[:sizeof(loan)]
+        try:
+            read = self.nbytes <= MOST_AT_ONCE and self.read_loan(rx, &loan, to) == TOLD
+        except BaseException:
+            adopt(posted, link, offered)
+            raise
+        if not read:
+            adopt(posted, link, offered)
+            return False
+        self.acquire()
+        try:
+            self.end_posted(posted)
+        finally:
+            self.release()
+        self.settle(link, rx)
+        return True
+
+    cdef int serve_posted(self) except -1:
+        """Deliver messages that have arrived to receives that were posted before, and wake their waiters.
+
+        A following receive whose message has arrived then need not be posted behind them.
+        """
+        cdef bint served = False
+        if not (self.posted and self.key in self.posted and self.take_role()):
+            return 0
+        try:
+            link = self.ring_in()
+            if link is not None:
+                while self.serve_first(link, link.rx, None):
+                    served = True
+        finally:
+            self.give_role()
+        if served:
+            self.poller.tell_finished()
+        return 0
+
+    def fetch_posted(self, receiving, adopt, long long deadline_ns):
+        """Wait a moment for the offer of a posted receive, and read the message.
+
+        Offers behind it that have arrived are read as well, so that their senders can continue.
+
+        Args:
+            receiving: The receive.
+            adopt: Called with a receive, the link and the loan to leave a message to the queued path.
+            deadline_ns: The deadline.
+        """
+        if not self.take_role():
+            return
+        try:
+            link = self.ring_in()
+            if link is not None:
+                self.fetch_until(link, link.rx, receiving, adopt, deadline_ns)
+        finally:
+            self.give_role()
+
+    cdef int fetch_until(self, link, RingReader rx, receiving, adopt, long long deadline_ns) except -1:
+        cdef long long end_ns = clock_ns() + FETCH_NS
+        while clock_ns() < end_ns:
+            if not ring_has(&rx.ring, 1) and (receiving.done or not self.watch(rx, deadline_ns)):
+                return 0
+            if not self.serve_first(link, rx, adopt) and not (
+                ring_has(&rx.ring, 1) and self.take_received(link, rx)
+            ):
+                return 0
+        return 0
+
+
+cdef bint read_for_a_while(int pid, uint64_t there, char *to, size_t *done, size_t nbytes) noexcept nogil:
+    """Read on from another process's memory, for a moment; False if the kernel refuses."""
+    cdef long long end_ns = clock_ns() + CHECK_NS
+    cdef iovec local, remote
+    while done[0] < nbytes and clock_ns() < end_ns:
+        local.iov_len = remote.iov_len = min(nbytes - done[0], <size_t>PIECE_BYTES)
+        local.iov_base, remote.iov_base = to + done[0], <char *>there + done[0]
+        if process_vm_readv(pid, &local, 1, &remote, 1, 0) != <Py_ssize_t>local.iov_len:
+            return False
+        done[0] += local.iov_len
+    return True
+
+
+cdef class Carrier(Lane):
+    """Runs the sends or the receives of one signature, with plain tensors: the ``execute`` of a plan.
+
+    Args:
+        messenger: The group's messenger.
+        express: The direct path of the messages.
+        sends: Whether it sends them.
+        otherwise: The queued path.
+        resume: For long messages: goes on with one that the direct path has begun.
+        numbers: Likewise, to send: makes their numbers.
+        adopt: Likewise: takes over a message that was offered and not read in a moment.
+        cancel: Likewise: cancels one.
+    """
+
+    cdef object messenger, otherwise, resume, numbers, adopt, cancel
+    cdef Express express
+    cdef bint sends
+
+    def __init__(
+        self, messenger, Express express not None, bint sends, otherwise, resume=None, numbers=None, adopt=None,
+        cancel=None,
+    ):
+        self.messenger, self.express, self.sends, self.otherwise = messenger, express, sends, otherwise
+        self.resume, self.numbers, self.adopt, self.cancel = resume, numbers, adopt, cancel
+
+    def __call__(self, Operation operation not None, inputs, outputs):
+        cdef size_t address
+        (tensor,) = inputs or outputs
+        self.messenger.last = operation
+        if operation._places != NULL and operation._places.count == 1 and operation._places.tensors[0] == <void *>tensor:
+            address = operation._places.spans[0].start
+        else:
+            address = tensor.data_ptr()
+        if self.resume is None:
+            return self.carry_short(operation, tensor, <char *>address)
+        if operation._is_async:  # the caller does not wait, and so takes no part in a direct copy
+            return self.otherwise(operation, tensor)
+        return self.carry_long(operation, tensor, <char *>address)
+
+    cdef object carry_short(self, Operation operation, tensor, char *address):
+        cdef bint carried
+        if self.sends:
+            carried = self.express.send_from(address, operation.created_ns)
+        elif operation._is_async:
+            carried = self.express.take_to(address)
+        else:
+            carried = self.express.pull(address, self.express.nbytes, operation.deadline_ns, None, False) is not None
+        if not carried:
+            return self.otherwise(operation, tensor)
+        if not self.sends:
+            operation.source = self.express.rank
+        return None
+
+    cdef object carry_long(self, Operation operation, tensor, char *address):
+        if self.sends:
+            done = self.express.offer(self, tensor, address, operation.deadline_ns)
+        else:
+            done = self.express.fetch(address, operation.deadline_ns)
+        if done is None:
+            return self.otherwise(operation, tensor)
+        if done is not True:
+            return self.resume(operation, tensor, done)
+        if not self.sends:
+            operation.source = self.express.rank
+        return None
+
+    cdef int send(self, const char *address, long long now) except -1:
+        return self.express.send_first(address, now) if self.sends and self.resume is None else 0
+
+    cdef int sent(self, Operation operation, int sent) except -1:
+        self.messenger.last = operation
+        if sent > 1:
+            self.express.wake_receiver()
+        return 0
