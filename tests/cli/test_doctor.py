@@ -7,8 +7,10 @@ import resource
 import socket
 import threading
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 from support.programs import run
 from support.warm_interpreter import warm_python
@@ -60,6 +62,18 @@ def test_the_secret_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     (found,) = software.variables()
     assert "DIST2_SECRET" in found.found
     assert "sixteen" not in str(found)
+
+
+@pytest.mark.parametrize("cuda", ["13.0", None])
+def test_a_build_of_torch_for_gpus_that_are_not_there(
+    monkeypatch: pytest.MonkeyPatch, cuda: str | None
+) -> None:
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", None)
+    found = {each.check: each.remedy for each in software.gpus()}
+    assert ("https://pytorch.org" in found.get("torch's build", "")) == bool(cuda)
 
 
 def test_what_the_kernel_refuses_has_a_consequence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,11 @@ EXTRAS = {
     ),
     "bench": (("click", "rich", "matplotlib", "numpy"), "the command bench, and the demo"),
 }
+_BUILD_FOR_GPUS = (
+    "for GPUs, of which this machine has none",
+    "it takes several GB of disk; groups work alike",
+    "in a new environment, install the build for CPUs first, by the line that https://pytorch.org has for it",
+)
 
 
 def versions() -> Iterator[Finding]:
@@ -101,6 +106,8 @@ def gpus() -> Iterator[Finding]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not has_device and not count:
         yield Finding.skipped("GPUs", "no device of a GPU on this machine; backend 'nccl' is not checked")
+        if torch.version.cuda or torch.version.hip:
+            yield Finding.warning("torch's build", *_BUILD_FOR_GPUS)
         return
     from dist2.backends.nccl.library import load, version_text
 
