@@ -86,17 +86,25 @@ class NcclBackend(Controlled):
 
     def plan(self, signature: Signature) -> Execute:
         """Return a callable that runs operations of a signature, on the device of its tensors or the CPU."""
-        return _Routed(self, signature).execute
+        return _Routed(self, signature, plain=False).execute
 
-    def on_device(self, signature: Signature) -> Execute:
+    def plan_plain(self, signature: Signature) -> Execute:
+        """Do `plan` for plain tensors, without a look at each: torch gives the interpreter lock up for it."""
+        return _Routed(self, signature, plain=True).execute
+
+    def on_device(self, signature: Signature, plain: bool) -> Execute:
         """Return a callable that runs operations on the device.
+
+        Args:
+            signature: Of the operations.
+            plain: Their tensors are known to be plain.
 
         Raises:
             InvalidUsageError: NCCL cannot.
         """
         if signature.kind.is_p2p and is_staged(signature):
             return staged(self._device, self.control.plan(signature), signature)
-        steps = self._operations.plan(signature)
+        steps = self._operations.plan(signature, plain)
         meet = self.control.plan(signature) if signature.kind is OpKind.BARRIER else None
 
         def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> Helped | None:
@@ -182,9 +190,10 @@ class _Routed:
     """Runs operations of one signature where their tensors are; each way is planned when it is first
     taken."""
 
-    def __init__(self, backend: NcclBackend, signature: Signature) -> None:
+    def __init__(self, backend: NcclBackend, signature: Signature, plain: bool) -> None:
         self._backend = backend
         self._signature = signature
+        self._plain = plain
         self._on_device: Execute | None = None
         self._on_cpu: Execute | None = None
 
@@ -196,7 +205,7 @@ class _Routed:
         tensors = inputs if outputs is inputs else (*inputs, *outputs)
         if all(map(backend.owns, tensors)):
             if self._on_device is None:
-                self._on_device = backend.on_device(self._signature)
+                self._on_device = backend.on_device(self._signature, self._plain)
             return self._on_device(operation, inputs, outputs)
         if any(map(backend.owns, tensors)) or not all(each.is_cpu for each in tensors):
             devices = ", ".join(sorted({str(each.device) for each in tensors}))

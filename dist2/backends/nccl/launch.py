@@ -29,6 +29,7 @@ class Launch:
 
     Attributes:
         kept: Copies, to be kept until the operation is over.
+        plain: The tensors that are added now are known to be plain; see `Backend.plan_plain`.
     """
 
     def __init__(self, device: Device, stream: Stream, communicator: Communicator) -> None:
@@ -39,6 +40,7 @@ class Launch:
         self._calls: list[tuple[str, tuple[Any, ...]]] = []
         self._after: list[Callable[[], object]] = []
         self.kept: list[Tensor] = []
+        self.plain = False
 
     def run(self, work: Callable[[], object]) -> None:
         """Run torch operations on the stream, before the calls."""
@@ -59,7 +61,7 @@ class Launch:
 
     def source(self, tensor: Tensor) -> Tensor:
         """Return the elements of a tensor in row-major order, to be read."""
-        if is_plain(tensor):
+        if self.plain or is_plain(tensor):
             return _flat(tensor)
         plain = tensor.detach()
         copy = self.scratch(plain.numel(), plain.dtype)
@@ -73,7 +75,7 @@ class Launch:
             tensor: Overwritten.
             loaded: The operation reads it as well.
         """
-        if is_plain(tensor):
+        if self.plain or is_plain(tensor):
             return _flat(tensor)
         plain = tensor.detach()
         copy = self.scratch(plain.numel(), plain.dtype)

@@ -44,8 +44,12 @@ class Operations:
         self._rank = rank
         self._world_size = world_size
 
-    def plan(self, signature: Signature) -> Steps:
+    def plan(self, signature: Signature, plain: bool) -> Steps:
         """Return a callable that adds operations of a signature to a launch.
+
+        Args:
+            signature: Of the operations.
+            plain: Their tensors are known to be plain.
 
         Raises:
             InvalidUsageError: NCCL cannot reduce so.
@@ -59,6 +63,7 @@ class Operations:
             }
 
         def put(launch: Launch, inputs: Tensors, outputs: Tensors) -> None:
+            launch.plain = plain
             method(launch, inputs, outputs, signature, how)
 
         return put
