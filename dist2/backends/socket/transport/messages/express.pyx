@@ -198,8 +198,10 @@ cdef class Express:
             return False
         memcpy(header, <const char *>template, HEADER_BYTES)
         memcpy(header + at, &number, sizeof(number))
-        self.answered = ring_push(&tx.ring, header, HEADER_BYTES, NULL, 0)
-        return self.answered
+        if not ring_push(&tx.ring, header, HEADER_BYTES, NULL, 0):
+            return False
+        self.answered = True
+        return True
 
     cdef int wake_receiver(self) except -1:
         """Wake the other side, if it sleeps and does not look into the ring of messages to it."""

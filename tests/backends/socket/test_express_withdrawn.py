@@ -1,4 +1,4 @@
-"""Messages in C: a call that withdraws a message raises while another exception is raised already."""
+"""Direct messages: a call that withdraws a message raises while another exception is raised already."""
 
 from __future__ import annotations
 
