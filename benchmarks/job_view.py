@@ -18,9 +18,9 @@ from multiprocessing.connection import Connection
 import dist2
 import observability
 from observability.client import Asker
-from observability.job.answer import Answer
 from observability.job.diagnosis import diagnose
 from observability.job.gathering import FAN_OUT
+from observability.job.lines import decoded, encoded
 from observability.job.member import JOB_AGE_S
 from observability.job.state import PROTOCOL
 
@@ -89,11 +89,12 @@ def model(plane: tuple[str, str]) -> None:
     row = json.loads(observability.fetch(f"{url}/job", token, timeout_s=60))["ranks"][0]
     body = {"protocol": PROTOCOL, "what": {}, "limit_s": 1, "entries": []}
     answer = Asker().ask(f"{url}/job/gather", token, body=body)
-    (own,) = json.loads(answer)["answers"].values()
+    head, lines = decoded(answer)
+    (own,) = lines.values()
     for count in (64, 1_000, 10_000):
-        text = json.dumps({str(rank): own for rank in range(count)})
+        text = encoded(head, dict.fromkeys(range(count), own))
         start = time.perf_counter()
-        read = {int(rank): Answer(**fields) for rank, fields in json.loads(text).items()}
+        read = {rank: line.answer(url) for rank, line in decoded(text)[1].items()}
         diagnose(read, 5.0)
         json.dumps([row] * count)
         alone_s = time.perf_counter() - start

@@ -71,10 +71,13 @@ class ClockOffset:
             received_ns: Our monotonic clock after the answer.
             its_clock: Its `clock_id`.
         """
-        self._shared = its_clock != "" and its_clock == clock_id()
         middle_ns = (sent_ns + received_ns) // 2
-        error_ns = (received_ns - sent_ns + 1) // 2
-        self._samples.append(_Sample(middle_ns - there_ns, error_ns, received_ns))
+        self.note(middle_ns - there_ns, (received_ns - sent_ns + 1) // 2, received_ns, its_clock)
+
+    def note(self, offset_ns: int, error_ns: int, taken_ns: int, its_clock: str = "") -> None:
+        """Add a sample: an offset as it was at a moment of our clock, and by how much it may be wrong."""
+        self._shared = its_clock != "" and its_clock == clock_id()
+        self._samples.append(_Sample(offset_ns, error_ns, taken_ns))
         del self._samples[:-SAMPLES]
 
     def at(self, now_ns: int) -> Offset | None:

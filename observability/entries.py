@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterable
+from functools import lru_cache
 from time import monotonic_ns
 from typing import Any
 
@@ -21,6 +22,7 @@ from dist2.operation.signature import GroupInfo
 from dist2.runtime.rank_names import host_and_pid
 from observability.clocks import clock_id
 from observability.flight_recorder import FlightRecorder, global_rank
+from observability.job.rank_text import rank_text, ranks_of
 
 Document = dict[str, Any]
 
@@ -79,7 +81,7 @@ class Entries:
 
     def document(self) -> Document:
         """Return it as JSON has it."""
-        return attrs.asdict(self, recurse=False)
+        return {**attrs.asdict(self, recurse=False), "ranks": rank_text(self.ranks)}
 
     @classmethod
     def of(cls, document: Document) -> Entries:
@@ -88,11 +90,10 @@ class Entries:
         Raises:
             KeyError, TypeError, ValueError: It is something else.
         """
-        ranks = tuple(int(rank) for rank in document["ranks"])
         return cls(
             uid=str(document["uid"]),
             group=str(document["group"]),
-            ranks=ranks,
+            ranks=_members(str(document["ranks"])),
             called_ns=_pairs(document["called_ns"]),
             stride=max(1, int(document["stride"])),
             torn=bool(document["torn"]),
@@ -100,11 +101,18 @@ class Entries:
         )
 
 
+@lru_cache(64)  # all ranks of a group tell the same
+def _members(text: str) -> tuple[int, ...]:
+    return tuple(ranks_of(text))
+
+
 def _pairs(listed: Iterable[Iterable[Any]]) -> tuple[tuple[int, int], ...]:
     return tuple((int(first), int(second)) for first, second in listed)
 
 
-def entries_of(recorder: FlightRecorder, rank: int, after_ns: int = 0) -> tuple[list[Entries], int]:
+def entries_of(
+    recorder: FlightRecorder, rank: int, after_ns: int = 0, most: int = MOST_TOLD
+) -> tuple[list[Entries], int]:
     """Return when a rank called the operations of its open groups, and when the last of them began.
 
     Groups without such operations are listed as well.
@@ -113,6 +121,7 @@ def entries_of(recorder: FlightRecorder, rank: int, after_ns: int = 0) -> tuple[
         recorder: Remembers.
         rank: In the job; only of use where ranks are threads.
         after_ns: Leave out operations that began up to this monotonic nanosecond: an earlier second result.
+        most: Number of operations of each group.
     """
     newest_ns = after_ns
     called: dict[GroupInfo, list[Operation]] = {}
@@ -130,17 +139,17 @@ def entries_of(recorder: FlightRecorder, rank: int, after_ns: int = 0) -> tuple[
         if signature.kind in _COUNTED and operation.seq and global_rank(signature.group) == rank:
             called.setdefault(signature.group, []).append(operation)
     told = [
-        _told(info, called.get(info, []), torn and after_ns > 0)
+        _told(info, called.get(info, []), torn and after_ns > 0, most)
         for info in recorder.open_groups()
         if info.world_size > 1 and global_rank(info) == rank
     ]
     return told, newest_ns
 
 
-def _told(info: GroupInfo, operations: list[Operation], torn: bool) -> Entries:
+def _told(info: GroupInfo, operations: list[Operation], torn: bool, most: int) -> Entries:
     """Return some of the operations, if there are many: those of numbers that other ranks choose as well."""
     stride = 1
-    while len(operations) > MOST_TOLD * stride:
+    while len(operations) > most * stride:
         stride *= 2
     chosen = [each for each in operations if each.seq % stride == 0]
     called_ns = tuple(sorted((each.seq, each.created_ns) for each in chosen))
@@ -152,9 +161,9 @@ def _told(info: GroupInfo, operations: list[Operation], torn: bool) -> Entries:
     return Entries(info.uid, info.name, info.global_ranks, called_ns, stride, torn, roots)
 
 
-def document_of(recorder: FlightRecorder, rank: int, after_ns: int = 0) -> Document:
+def document_of(recorder: FlightRecorder, rank: int, after_ns: int = 0, most: int = MOST_TOLD) -> Document:
     """Return the entries of a rank, with its process and clock, as JSON has them."""
-    entries, newest_ns = entries_of(recorder, rank, after_ns)
+    entries, newest_ns = entries_of(recorder, rank, after_ns, most)
     groups = [each.document() for each in entries]
     return {
         "rank": rank,

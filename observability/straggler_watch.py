@@ -1,35 +1,40 @@
 """`StragglerWatch`: asks the control planes of all ranks when they called collectives, and judges.
 
-The watch of the lowest rank of a job asks every second, logs stragglers as they are found, and counts
-their cost. Any other control plane forwards `/stragglers` to it, or asks all ranks itself.
+The watch of the lowest rank of a job asks every second, over the tree of `observability.job.gathering`, logs
+stragglers as they are found, and counts their cost. Any other control plane forwards `/stragglers` to it, or
+asks all ranks itself. Each rank tells what has begun since it told last. The more ranks there are, the more
+seldom they are asked, and the fewer calls of a group each tells.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from time import monotonic_ns
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from time import monotonic_ns, time_ns
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dist2.errors import Dist2Error
 from observability.clocks import ClockOffset
-from observability.entries import Entries
-from observability.job.fan_out import ask_each
+from observability.entries import MOST_TOLD, Entries
+from observability.job.answer import Answer
 from observability.stragglers import Ledger, Straggler
 
 Document = dict[str, Any]
 
-Ask = Callable[[int, str], bytes]
-"""Returns the answer of a rank's control plane at a path. Raises `OSError` or `Dist2Error`."""
+Ask = Callable[[Mapping[int, int], int], Mapping[int, Answer]]
+"""Returns the answers of ranks, as `Member.entries` does: by the time after which each tells its calls."""
 
 TICK_S = 1.0
 RANKS_A_SECOND = 64
 """With more ranks, the watch asks less often."""
+TOLD_IN_ALL = 1 << 16
+"""Calls of one group that all ranks tell at a time."""
+LEAST_TOLD = 16
+
+UNKNOWN = Answer(silence="no control plane of this rank is known")
 
 log = logging.getLogger("dist2.stragglers")
 
@@ -38,7 +43,7 @@ class StragglerWatch:
     """Finds the ranks that arrive late.
 
     Args:
-        ask: Asks a rank.
+        ask: Asks ranks.
         ranks: Whose control planes are known.
 
     Attributes:
@@ -66,8 +71,10 @@ class StragglerWatch:
             ranks = sorted(self._ranks())
             if not ranks:
                 return ()
-            answers = ask_each(ranks, self._asked)
-            told = {rank: answer for rank, answer in answers.items() if answer is not None}
+            most = max(LEAST_TOLD, min(MOST_TOLD, TOLD_IN_ALL // len(ranks)))
+            answers = self._ask({rank: self._after_ns.get(rank, 0) for rank in ranks}, most)
+            read = {rank: self._read(rank, answers.get(rank, UNKNOWN)) for rank in ranks}
+            told = {rank: entries for rank, entries in read.items() if entries is not None}
             with self._lock:
                 for rank, entries in told.items():
                     offset = self._clocks[rank].at(monotonic_ns())
@@ -130,21 +137,25 @@ class StragglerWatch:
             except Exception:  # the watch must outlive a single failure
                 log.exception("the watch for stragglers failed; it goes on")
 
-    def _asked(self, rank: int) -> list[Entries] | None:
+    def _read(self, rank: int, answer: Answer) -> list[Entries] | None:
         """Return the new entries of a rank; None where it does not answer."""
-        sent_ns = monotonic_ns()
+        self.silent[rank] = answer.silence
+        if answer.state is None:
+            return None
         try:
-            document = json.loads(self._ask(rank, f"/entries?after_ns={self._after_ns.get(rank, 0)}"))
-            received_ns = monotonic_ns()
+            document = answer.state["entries"]
             entries = [Entries.of(each) for each in document["groups"]]
             there_ns, newest_ns = int(document["now_ns"]), int(document["newest_ns"])
-            clock = str(document["clock"])
+            epoch_ns, clock = int(answer.state["epoch_ns"]), str(document["clock"])
             process = str(document["process"])[:200]
-        except (OSError, Dist2Error, ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             self.silent[rank] = f"{type(error).__name__}: {error}"[:200]
             return None
-        self.silent.pop(rank, None)
-        self._clocks.setdefault(rank, ClockOffset()).add(sent_ns, there_ns, received_ns, clock)
+        del self.silent[rank]
+        now_ns = monotonic_ns()
+        ours_ns = epoch_ns - int(answer.offset_s * 1e9) - (time_ns() - now_ns)  # when it read both its clocks
+        known = self._clocks.setdefault(rank, ClockOffset())
+        known.note(ours_ns - there_ns, int(answer.error_s * 1e9), now_ns, clock)
         self._after_ns[rank] = newest_ns
         self._processes[rank] = process
         return entries

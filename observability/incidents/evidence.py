@@ -30,6 +30,7 @@ from dist2.group.open_groups import open_groups
 from dist2.operation.signature import GroupInfo
 from dist2.runtime.config import shown_environment
 from dist2.runtime.exit_report import blamed
+from dist2.runtime.other_process import Process
 from dist2.runtime.rank_names import host_and_pid
 from observability import metrics
 from observability.exposition import dist2_version
@@ -90,7 +91,7 @@ def write_part(
 def part_of(info: GroupInfo, why: str, error: BaseException | None, last: Recording) -> dict[str, Any]:
     """Return the part of a rank as plain data."""
     thread_id = threading.main_thread().ident or 0
-    witness = Witness(metrics.instrument, recorder, thread_id, lambda: info)
+    witness = Witness(metrics.instrument, recorder, thread_id, lambda: info, Process.here())
     state = witness.state(HISTORY)
     state["threads"] = stacks()
     if (

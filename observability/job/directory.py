@@ -40,11 +40,13 @@ class Entry:
         rank: Of the job.
         url: Where it listens.
         process: Its process.
+        after_ns: The monotonic nanosecond, by its clock, up to which the asking rank knows its operations.
     """
 
     rank: int
     url: str
     process: Process
+    after_ns: int = 0
 
 
 def hubs_of(ranks: Sequence[int]) -> list[int]:

@@ -69,13 +69,19 @@ def _row(rank: int, answer: Answer, found: Diagnosis) -> dict[str, Any]:
         **{name: state[name] for name in ("host", "pid", "version", "main", "failures")},
         "groups": [
             {**{name: group[name] for name in ("name", "rank", "ranks", "state", "begun")}, "uid": uid}
-            | {"last": next(iter(group["recent"]), None), "traffic": group.get("traffic")}
+            | {"last": _last(group), "traffic": group.get("traffic")}
             for uid, group in state["groups"].items()
         ],
         "steps": state.get("steps", []),
         "in_flight": state["in_flight"],
         "in_flight_count": state["in_flight_count"],
     }
+
+
+def _last(group: State) -> dict[str, Any] | None:
+    """Return the last collective of a group, as far as pages and commands show it."""
+    last = next(iter(group["recent"]), None)
+    return None if last is None else {name: last[name] for name in ("op", "seq", "call", "where", "state")}
 
 
 def _condition(rank: int, state: State, found: Diagnosis) -> str:

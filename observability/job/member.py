@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -16,12 +16,15 @@ from dist2.runtime.config import Config
 from dist2.runtime.other_process import Process
 from dist2.security.authenticator import Credentials
 from observability.client import Asker
+from observability.entries import document_of
+from observability.exposition import dist2_version
 from observability.flight_recorder import FlightRecorder, global_rank
 from observability.job.answer import RANK_S, Answer, how_ended
 from observability.job.diagnosis import Diagnosis, Key, diagnose
 from observability.job.directory import Directory, Entry, hubs_of
 from observability.job.documents import job_document, stack_rows
-from observability.job.gathering import Gatherer, process_seen, seen_from_outside, written
+from observability.job.gathering import Gatherer, misread, process_seen, seen_from_outside
+from observability.job.lines import Line, encoded
 from observability.job.rank_text import named
 from observability.job.stacks import stacks
 from observability.job.state import HISTORY, PROTOCOL, Witness
@@ -108,9 +111,11 @@ class Member:
         self._given = info
         self._metrics = metrics
         self.token = token
-        self._asker = asker
+        self._asker = asker or Asker()
         thread_id = threading.get_ident() if thread_id is None else thread_id
-        self.witness = Witness(metrics, recorder, thread_id, self.info)
+        process = Process.here()
+        self.witness = Witness(metrics, recorder, thread_id, self.info, process)
+        self._gatherer = Gatherer(self._asker, token, process)
         self.directory = directory or Directory(None, Credentials.of(Config.from_environment()))
         self.watch: Watch | None = None
         self.hang: HangRecorder | None = None
@@ -151,8 +156,13 @@ class Member:
         Args:
             wanted: ``history``: number of collectives of each group; ``stacks``: whether with its threads;
                 ``traffic``: whether with the totals of its operations; ``look``: processes of this host to
-                look at.
+                look at; ``entries``: instead of all this, the times of so many calls of each group, after
+                ``after_ns``.
         """
+        if wanted.get("entries"):
+            most, after_ns = int(wanted["entries"]), int(wanted.get("after_ns", 0))
+            entries = document_of(self.witness.recorder, self.rank, after_ns, most)
+            return Answer(state={"epoch_ns": time.time_ns(), "entries": entries})
         state = self.witness.state(min(max(int(wanted.get("history", 1)), 1), HISTORY))
         if wanted.get("stacks"):
             state["threads"] = stacks()
@@ -175,12 +185,37 @@ class Member:
     ) -> dict[int, Answer]:
         """Return the answers of this rank and of the others; see `Gatherer.gather`."""
         answers = {self.rank: self.own_answer(wanted)}
-        gatherer = Gatherer(self._asker or Asker(), self.token)
-        return answers | gatherer.gather(entries, wanted, limit_s)
+        asked = {each.rank: each for each in entries}
+        lines = self._gatherer.gather(asked.values(), wanted, limit_s)
+        for rank, entry in asked.items():
+            try:
+                answers[rank] = lines[rank].answer(entry.url)
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                answers[rank] = Answer(silence=misread(error), url=entry.url)
+        return answers
 
-    def part(self, entries: Iterable[Entry], wanted: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+    def part(self, entries: Sequence[Entry], wanted: Mapping[str, Any], limit_s: float) -> bytes:
         """Return the answers of this rank and of others, for the rank that asked for them."""
-        return {"protocol": PROTOCOL, "answers": written(self.gather(entries, wanted, limit_s))}
+        received_ns = time.time_ns()
+        lines = {self.rank: Line.of(self.own_answer(wanted))}
+        if entries:
+            lines |= self._gatherer.gather(entries, wanted, limit_s)
+        head = {"protocol": PROTOCOL, "version": dist2_version(), "process": self._gatherer.here.text}
+        return encoded({**head, "received_ns": received_ns, "answered_ns": time.time_ns()}, lines)
+
+    def entries(self, after_ns: Mapping[int, int], most: int, limit_s: float) -> dict[int, Answer]:
+        """Return the times of the calls of ranks, in the state of their answers.
+
+        Args:
+            after_ns: By rank, the time up to which they are known: see `observability.entries`.
+            most: Number of calls of each group.
+            limit_s: How long a rank may take to answer.
+        """
+        known = self.directory.entries
+        others = [rank for rank in after_ns if rank in known and rank != self.rank]
+        asked = [attrs.evolve(known[rank], after_ns=after_ns[rank]) for rank in others]
+        wanted = {"entries": most, "after_ns": after_ns.get(self.rank, 0)}
+        return self.gather(asked, wanted, limit_s)
 
     def everyone(self, limit_s: float = RANK_S, **wanted: object) -> dict[int, Answer]:
         """Return an answer for each rank of the job, silent ones included."""
@@ -294,9 +329,8 @@ class Member:
 
     def ask_others(self, path: str, body: Mapping[str, Any], limit_s: float = 5.0) -> dict[int, Any]:
         """Send a request to all other ranks; return the answer of each, or its error in words."""
-        gatherer = Gatherer(self._asker or Asker(), self.token)
         entries = [entry for rank, entry in self.directory.entries.items() if rank != self.rank]
-        return gatherer.each(entries, path, body, limit_s)
+        return self._gatherer.each(entries, path, body, limit_s)
 
     # Operations that wait
 
@@ -340,7 +374,6 @@ class Member:
             for missing in each.missing:
                 if missing.answers:
                     told.setdefault(missing.rank, []).append(notice)
-        asker = self._asker or Asker()
         for rank, notices in told.items():
             if rank == self.rank:
                 self.take_notices(notices)
@@ -349,7 +382,7 @@ class Member:
             if entry is not None:
                 try:
                     url, token = f"{entry.url}/job/notices", self.token
-                    asker.ask(url, token, body={"notices": notices}, timeout_s=RANK_S)
+                    self._asker.ask(url, token, body={"notices": notices}, timeout_s=RANK_S)
                 except (OSError, Dist2Error) as error:
                     log.debug("rank %d cannot be told that others wait for it: %s", rank, error)
 

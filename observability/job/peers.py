@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from time import monotonic_ns
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from dist2.errors import Dist2Error
 from observability.client import fetch
 from observability.clocks import ClockOffset, Offset, clock_id
+from observability.job.answer import Answer
 from observability.job.fan_out import ask_each
 from observability.job.member import Member
 from observability.tracing import Timeline, merged
@@ -21,7 +22,7 @@ CLOCK_SAMPLES = 5
 MOST_SLICES = 200_000
 """Operations of a trace of all ranks: viewers get slow beyond."""
 
-Answer = TypeVar("Answer")
+T = TypeVar("T")
 
 FAILURES = (OSError, Dist2Error, ValueError, KeyError, TypeError)
 """Errors of a request to a rank: no answer, or an answer of another form."""
@@ -70,13 +71,17 @@ class Peers:
             raise ConnectionError(f"no control plane of rank {rank} is known")
         return self._fetch(f"{url}{path}", self._member.token, timeout_s=ANSWER_S)
 
+    def entries(self, after_ns: Mapping[int, int], most: int) -> dict[int, Answer]:
+        """Return the times of the calls of ranks: see `Member.entries`."""
+        return self._member.entries(after_ns, most, ANSWER_S)
+
     def ask_all(
-        self, read: Callable[[int], Answer], ranks: Iterable[int] | None = None
-    ) -> tuple[dict[int, Answer], dict[int, str]]:
+        self, read: Callable[[int], T], ranks: Iterable[int] | None = None
+    ) -> tuple[dict[int, T], dict[int, str]]:
         """Return the results of a function by rank, and for the other ranks the reason for none."""
         silent: dict[int, str] = {}
 
-        def read_one(rank: int) -> Answer | None:
+        def read_one(rank: int) -> T | None:
             try:
                 return read(rank)
             except FAILURES as error:

@@ -26,7 +26,7 @@ from observability.job.stacks import awaited_of, position
 from observability.metrics import Metrics
 from observability.steps import steps
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Of the data below: control planes of another number say so, and are not read."""
 
 MAX_IN_FLIGHT = 64
@@ -64,12 +64,14 @@ class Witness:
         recorder: Knows the last operations.
         thread_id: Of the thread that plays the rank: the one that started the control plane.
         info: The group whose rank names the process; None takes the first that is open.
+        process: This process.
     """
 
     metrics: Metrics
     recorder: FlightRecorder
     thread_id: int
     info: Callable[[], GroupInfo | None]
+    process: Process
     _stay: _Stay = attrs.field(factory=_Stay, init=False)
 
     def in_flight(self) -> list[Operation]:
@@ -116,7 +118,7 @@ class Witness:
             "world_size": None if info is None else info.world_size,
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "process": Process.here().text,
+            "process": self.process.text,
             "epoch_ns": time.time_ns(),
             "main": main,
             "groups": groups,

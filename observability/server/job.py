@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from observability.job.answer import RANK_S
 from observability.job.gathering import read_request
+from observability.job.lines import MEDIA_TYPE
 from observability.job.member import Member
 from observability.server.answers import Endpoint, as_json, body_of, number
 from observability.server.threads import Together, on_thread
@@ -72,8 +73,9 @@ class JobEndpoints:
         body = await body_of(request)
         entries, wanted, limit_s = _read(lambda: read_request(body))
         if not entries:  # waits for no other rank: it needs no thread, which others may have taken
-            return as_json(self._member.part(entries, wanted, limit_s))
-        return as_json(await on_thread(self._member.part, entries, wanted, limit_s))
+            return Response(self._member.part(entries, wanted, limit_s), media_type=MEDIA_TYPE)
+        part = await on_thread(self._member.part, entries, wanted, limit_s)
+        return Response(part, media_type=MEDIA_TYPE)
 
     async def waiting(self, request: Request) -> Response:
         """A diagnosis for a rank that waits; the missing ranks are notified."""

@@ -17,7 +17,6 @@ PARAMETERS = {
     "/history": ("rank",),
     "/trace": ("seconds", "rank"),
     "/timeline": ("ms", "most"),
-    "/entries": ("after_ns",),
     "/job": ("limit_ms",),
     "/desync": ("after_ms", "limit_ms"),
     "/stacks": ("rank", "limit_ms"),

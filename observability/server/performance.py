@@ -16,7 +16,6 @@ from starlette.responses import Response
 
 from observability.client import fetch
 from observability.clocks import clock_id
-from observability.entries import document_of
 from observability.flight_recorder import FlightRecorder
 from observability.job.member import Member
 from observability.job.peers import FAILURES, Peers
@@ -24,9 +23,6 @@ from observability.server.answers import Endpoint, as_json, heavy_answer, number
 from observability.server.threads import Heavy, on_thread
 from observability.straggler_watch import StragglerCollector, StragglerWatch
 from observability.tracing import encode, recent
-
-WATCH_RANKS = 256
-"""Ranks that are watched for stragglers; of a larger job the lowest ones."""
 
 MOST_SECONDS = 3600
 TRACE_S = 60
@@ -47,7 +43,7 @@ class Performance:
     def __init__(self, recorder: FlightRecorder, peers: Peers) -> None:
         self._recorder = recorder
         self.peers = peers
-        self.watch = StragglerWatch(peers.ask, self._watched)
+        self.watch = StragglerWatch(peers.entries, self._watched)
         self._own = Heavy()
         self._of_all = Heavy()  # apart: it asks this rank too, for its own timeline
 
@@ -55,7 +51,6 @@ class Performance:
         """Return the answers to GET, by path."""
         return {
             "/clock": self.clock,
-            "/entries": self.entries,
             "/timeline": self.timeline,
             "/stragglers": self.stragglers,
             "/trace": self.trace,
@@ -80,17 +75,12 @@ class Performance:
 
     def _watched(self) -> list[int]:
         """Return the ranks to watch: all, or none, if another rank does."""
-        ranks = self.peers.ranks()[:WATCH_RANKS]
+        ranks = self.peers.ranks()
         return ranks if len(ranks) > 1 and self.is_watching() else []
 
     async def clock(self, request: Request) -> Response:
         """The monotonic clock of this process."""
         return as_json({"now_ns": monotonic_ns(), "clock": clock_id()})
-
-    async def entries(self, request: Request) -> Response:
-        """Times of this rank's collectives; ``?after_ns=`` leaves out earlier ones."""
-        after_ns = number(request, "after_ns", 0, 1 << 62)
-        return as_json(document_of(self._recorder, self.peers.rank, after_ns))
 
     async def timeline(self, request: Request) -> Response:
         """The operations of this rank in the last ``?ms=``; the last ``?most=`` of them."""
@@ -143,7 +133,7 @@ class Performance:
         if self.is_watching():
             self.watch.look()
             return {**self.watch.document(), "asked_rank": self.peers.rank}
-        watch = StragglerWatch(self.peers.ask, self.peers.ranks)
+        watch = StragglerWatch(self.peers.entries, self.peers.ranks)
         watch.look()
         return {**watch.document(), "asked_rank": self.peers.rank}
 

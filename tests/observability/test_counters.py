@@ -82,7 +82,7 @@ def test_the_document_lists_the_metrics_that_there_are(monkeypatch: pytest.Monke
     member = Member(metrics, FlightRecorder())
     watch = Watch(member, "http://127.0.0.1:9", 5.0)
     watch.waits = (Wait(group.begin(), ("world", 3, False, -1), None),)
-    straggling = StragglerWatch(lambda rank, path: b"", list)
+    straggling = StragglerWatch(lambda after_ns, most: {}, list)
     monkeypatch.setattr(straggling, "late_s", lambda: {1: 2.5})
     late = StragglerCollector(straggling)
     registry = registry_of(metrics, lambda: [group])  # type: ignore[list-item]

@@ -17,10 +17,12 @@ from observability.client import Asker
 from observability.job.answer import Answer
 from observability.job.directory import Entry
 from observability.job.fan_out import ask_each
-from observability.job.gathering import FAN_OUT, Gatherer, read_request, written
+from observability.job.gathering import FAN_OUT, Gatherer, read_request
+from observability.job.lines import Line, encoded
 from observability.job.state import PROTOCOL
 
 WORLD = 200
+RANKS_A_HOST = 8
 HERE = Process.here()
 AHEAD_NS = 5_000_000_000
 
@@ -31,15 +33,20 @@ class Network(Asker):
     def __init__(self, *dead: int) -> None:
         super().__init__()
         self._dead = dead
+        self.entries, self.here = ENTRIES, HERE
         self._lock = threading.Lock()
         self.requests: Counter[tuple[int, int]] = Counter()
 
     def gather_from(self, rank: int, entries: list[Entry], limit_s: float = 1.0) -> dict[int, Answer]:
         """Return the answers that a rank gathers, its own included; clocks but that of rank 0 are ahead."""
-        epoch_ns = time.time_ns() + (AHEAD_NS if rank else 0)
-        state = {"process": HERE.text, "epoch_ns": epoch_ns, "rank": rank}
-        asking = _As(self, rank)
-        return {rank: Answer(state=state)} | Gatherer(asking, "token").gather(entries, {}, limit_s)
+        lines = self._lines(rank, entries, {}, limit_s)
+        return {each: line.answer("") for each, line in lines.items()}
+
+    def _lines(self, rank: int, entries: list[Entry], wanted: Any, limit_s: float) -> dict[int, Line]:
+        here = next((each.process for each in self.entries if each.rank == rank), self.here)
+        state = {"rank": rank, "after_ns": wanted.get("after_ns")}
+        lines = {rank: Line.of(Answer(state=state))}
+        return lines | Gatherer(_As(self, rank), "token", here).gather(entries, wanted, limit_s)
 
     def request(self, source: int, url: str, body: Any) -> bytes:
         """Answer a request of a rank to another one."""
@@ -48,9 +55,12 @@ class Network(Asker):
             self.requests[source, rank] += 1
         if rank in self._dead:
             raise URLError(ConnectionRefusedError("nobody there"))
-        entries, _, limit_s = read_request(json.loads(json.dumps(body)))
-        answers = written(self.gather_from(rank, entries, limit_s))
-        return json.dumps({"protocol": PROTOCOL, "answers": answers}).encode()
+        received_ns = time.time_ns() + AHEAD_NS
+        entries, wanted, limit_s = read_request(json.loads(json.dumps(body)))
+        lines = self._lines(rank, entries, wanted, limit_s)
+        process = next(each.process.text for each in self.entries if each.rank == rank)
+        head = {"protocol": PROTOCOL, "process": process, "received_ns": received_ns}
+        return encoded({**head, "answered_ns": time.time_ns() + AHEAD_NS}, lines)
 
 
 class _As(Asker):
@@ -87,14 +97,37 @@ def test_ranks_below_a_dead_one_answer_all_the_same(dead: tuple[int, ...]) -> No
     assert set(silent.values()) == {"its control plane is gone: connection refused"}
 
 
+def on_hosts(ranks_a_host: int, count: int = WORLD - 1) -> list[Entry]:
+    """Return entries of ranks that share hosts with their neighbours."""
+    return [
+        attrs.evolve(each, process=attrs.evolve(HERE, host=f"node-{each.rank // ranks_a_host}"))
+        for each in ENTRIES[:count]
+    ]
+
+
+def test_the_lowest_rank_of_a_host_asks_the_others_of_its_host() -> None:
+    network = Network()
+    network.entries = on_hosts(RANKS_A_HOST)
+    network.here = network.entries[0].process
+    assert sorted(network.gather_from(0, network.entries)) == list(range(WORLD))
+    assert set(network.requests.values()) == {1}
+    for source, rank in network.requests:
+        host = rank // RANKS_A_HOST
+        assert rank % RANKS_A_HOST == 0 or source == (host * RANKS_A_HOST if host else 0), (source, rank)
+
+
+def test_each_rank_is_told_up_to_when_its_operations_are_known() -> None:
+    network = Network()
+    network.entries = [attrs.evolve(each, after_ns=each.rank * 10) for each in ENTRIES]
+    answers = network.gather_from(0, network.entries)
+    assert all(answers[rank].state == {"rank": rank, "after_ns": rank * 10} for rank in range(1, WORLD))
+
+
 @pytest.mark.parametrize("is_one_host", [False, True])
-def test_offsets_of_clocks_are_told_with_their_error(
-    is_one_host: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entries = ENTRIES[:FAN_OUT]  # without an inner rank, whose clock is the real one
-    if not is_one_host:
-        monkeypatch.setattr(Process, "here", lambda: attrs.evolve(HERE, space="another boot"))
-    answers = Network().gather_from(0, entries)
+def test_offsets_of_clocks_are_told_with_their_error(is_one_host: bool) -> None:
+    network = Network()  # without an inner rank, whose clock is the real one
+    network.entries = ENTRIES[:FAN_OUT] if is_one_host else on_hosts(1, FAN_OUT)
+    answers = network.gather_from(0, network.entries)
     assert len(answers) == FAN_OUT + 1
     for rank, answer in answers.items():
         if is_one_host:  # processes of one kernel have one clock, in spite of the network's delays

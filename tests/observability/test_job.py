@@ -30,6 +30,7 @@ from dist2.store import PrefixStore
 from observability.client import Asker
 from observability.flight_recorder import FlightRecorder
 from observability.job.directory import Directory, Entry
+from observability.job.lines import encoded
 from observability.job.member import Member, Notice
 from observability.metrics import Metrics
 
@@ -204,7 +205,7 @@ def _roll(pg: ProcessGroup) -> dict[int, Entry]:
 
 class _Stranger(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
-        body = json.dumps({"protocol": 99, "version": "9.9"}).encode()
+        body = encoded({"protocol": 99, "version": "9.9"}, {})
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -359,7 +359,7 @@ def test_the_dashboard_asks_what_prometheus_understands(tmp_path: Path) -> None:
 def test_rules_and_dashboard_ask_for_metrics_that_there_are() -> None:
     metrics = Metrics()
     registry = registry_of(metrics)
-    registry.register(StragglerCollector(StragglerWatch(lambda rank, path: b"", list)))
+    registry.register(StragglerCollector(StragglerWatch(lambda after_ns, most: {}, list)))
     member = Member(metrics, FlightRecorder(), info_of())
     registry.register(WaitingCollector(Watch(member, "http://127.0.0.1:1", 1.0), member))
     FakeGroup(info_of(), metrics).run()
