@@ -9,7 +9,10 @@ would listen on all interfaces.
 
 torch's server ends with the last store in this process that uses it, though other processes may be connected.
 So `TorchServer` keeps one such store until no other client is connected, as `StoreServer` does.
-Clients are counted by the established connections of this process at the port.
+Clients are counted by the established connections of this process at the port. One that connects between the
+last count and the end would be cut off in its first requests, and ranks that meet again do connect at any
+time. So before the last count the kernel is told to drop packets for new connections: a client sends its
+request for one again after a second, and the server is gone then, or goes on.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ import ctypes
 import os
 import socket
 import stat
+import struct
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from weakref import WeakSet
@@ -35,6 +40,11 @@ _LONGEST_PAUSE_S = 0.5
 _IDLE_PAUSE_S, _IDLE_LOOKS = 0.04, 4
 _FOREVER = timedelta(days=10_000)
 _ESTABLISHED = "01"
+_NOT_ACCEPTED = "0"
+"""In place of an inode: of a connection that the process has not accepted yet."""
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
+_DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
+"""A filter of packets: the instruction that returns 0, the number of bytes to keep."""
 _TCP = (socket.AF_INET, socket.AF_INET6)
 _NO_SOCKET = -1
 """In place of a descriptor: only a server that is there already can be used then."""
@@ -138,29 +148,54 @@ class TorchServer:
             with self._lock:
                 idle = 0 if self.connections else idle + 1
                 if self._retired and idle == _IDLE_LOOKS:
-                    self._let_go()
+                    with _no_new_connections(self.port):
+                        idle = 0 if self.connections else idle
+                        if idle:
+                            self._let_go()
                 if not self._retired or self._store is None:
                     return
 
 
 def _accepted_at(port: int) -> tuple[set[str], set[str]]:
     """Return the peers of all connections that this process has accepted at a port, and its own addresses."""
-    inodes = set()
+    lines: list[str] = []
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        with suppress(FileNotFoundError):  # no IPv6
+            lines += Path(table).read_text().splitlines()[1:]
+    inodes = {_NOT_ACCEPTED}  # read behind the tables: a connection there may be accepted in between
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # closed meanwhile
             inodes.add(str(descriptor.stat().st_ino))
     peers, own = set(), set()
-    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        with suppress(FileNotFoundError):  # no IPv6
-            for line in Path(table).read_text().splitlines()[1:]:
-                fields = line.split()
-                local, remote, state, inode = fields[1], fields[2], fields[3], fields[9]
-                if state != _ESTABLISHED or inode not in inodes:
-                    continue
-                own.add(_end(local))
-                if int(local.rpartition(":")[2], 16) == port:
-                    peers.add(_end(remote))
+    for line in lines:
+        fields = line.split()
+        local, remote, state, inode = fields[1], fields[2], fields[3], fields[9]
+        if state != _ESTABLISHED or inode not in inodes:
+            continue
+        own.add(_end(local))
+        if int(local.rpartition(":")[2], 16) == port:
+            peers.add(_end(remote))
     return peers, own
+
+
+@contextmanager
+def _no_new_connections(port: int) -> Iterator[None]:
+    """Have the kernel drop packets for new connections to a port of this process meanwhile, where it can."""
+    held = ctypes.create_string_buffer(_DROP_ALL)
+    program = struct.pack("HP", 1, ctypes.addressof(held))
+    listening = []
+    for descriptor in _sockets_at(port):
+        with suppress(OSError):  # closed meanwhile, or no filters here
+            copy = socket.socket(fileno=os.dup(descriptor))
+            listening.append(copy)
+            if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                copy.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+    try:
+        yield
+    finally:
+        for copy in listening:
+            with copy, suppress(OSError):  # it has none
+                copy.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
 
 def _sockets_at(port: int) -> list[int]:

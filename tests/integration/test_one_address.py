@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from torch.distributed.rendezvous import _rendezvous_handlers as torchs_handlers
 import dist2
 import dist2.legacy
 from dist2.errors import RendezvousError
+from dist2.runtime.deadline import Deadline
+from dist2.store import torch_server
 from dist2.store.torch_server import _sockets_at
 
 WORLD = 2
@@ -212,3 +216,31 @@ def test_torchs_store_is_used_where_rank_and_size_are_the_same(
         torch.distributed.destroy_process_group()
     with pytest.raises(RendezvousError, match="MASTER_ADDR expected"):
         dist2.new_group("socket", timeout=LIMIT_S, rank=0, world_size=1)
+
+
+def test_a_client_that_connects_while_a_server_ends_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    clients, looks, counted = list[dist2.TCPStore](), list[int](), torch_server._accepted_at
+
+    def count_and_connect(port: int) -> tuple[set[str], set[str]]:
+        found = counted(port)
+        looks.append(len(found[0]))
+        if len(looks) == torch_server._IDLE_LOOKS:  # nobody is connected, for the last time that it asks
+            clients.append(dist2.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=10)))
+        return found
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    ending = torch_server.TorchServer("127.0.0.1", port, listener, Deadline.after(timedelta(seconds=10)))
+    monkeypatch.setattr(torch_server, "_accepted_at", count_and_connect)
+    ending.retire()
+    end = time.monotonic() + 10
+    while len(looks) <= torch_server._IDLE_LOOKS + 1:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    (client,) = clients
+    client.set("key", "value")
+    assert client.get("key") == b"value"
+    client.close()
+    while ending._store is not None:
+        assert time.monotonic() < end
+        time.sleep(0.01)
