@@ -36,6 +36,7 @@ def read_whole(int fd, size_t address, size_t nbytes, bint writes):
         How many came; ``~count`` where the stream has ended or failed behind them.
     """
     cdef size_t missing = nbytes
+    cdef Py_ssize_t count
     cdef bint ended
     with nogil:
         ended = stream_read(fd, <char *>address, &missing, writes)
