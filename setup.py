@@ -1,8 +1,8 @@
 """Builds the extensions of dist2, which are required: the hot path is in C and Cython.
 
-Each `.pyx` is compiled, and each `.py` with a `.pxd` beside it (Cython's pure Python mode: the `.pxd` has the C
-types). The first lines of a `.pyx` name the files of `dist2/core`, plain C, that it binds. Generated C stays below
-`build/`.
+Each `.pyx` is compiled, and each `.py` with a `.pxd` beside it (Cython's pure Python mode: the `.pxd` has
+the C types). The first lines of a `.pyx` name the files of `dist2/core`, plain C, that it binds. Generated C
+stays below `build/`.
 """
 
 import os
