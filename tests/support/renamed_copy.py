@@ -12,7 +12,7 @@ import attrs
 ROOT = Path(__file__).parent.parent.parent
 STAYS = {
     *("__init__", "py", "functional", "launch", "legacy", "torch_backend", "errors"),
-    *("c10d", "compiled", "operation", "runtime"),
+    *("backends", "c10d", "operation", "runtime"),
 }
 """Names that programs import, and packages of compiled modules and what these import: all other names are
 free."""
@@ -81,7 +81,7 @@ def moved_copy(folder: Path) -> Path:
     move = planned(ROOT)
     for package in ("dist2", "observability"):
         target = folder / move.of(package)
-        shutil.copytree(ROOT / package, target, ignore=shutil.ignore_patterns("__pycache__", "source"))
+        shutil.copytree(ROOT / package, target, ignore=shutil.ignore_patterns("__pycache__"))
     deeper = folder / "dist2" / "within" / "deeper"
     deeper.mkdir(parents=True)
     (deeper / "__init__.py").touch()

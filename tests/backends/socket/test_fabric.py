@@ -416,9 +416,10 @@ def test_a_wait_that_ends_while_the_system_refuses_a_connection_says_so(
     first, second = world.group()
     together(lambda: give(first, 1, b"x"), lambda: _expect(second, b"x"))
     links = world.fabrics[who].linkage
-    (link,) = (links.heard if who else links.outgoing).values()
-    refused = _Refused(link.sock, 1_000_000_000)
-    link.sock = refused  # type: ignore[assignment]
+    refusing = []
+    for link in {*links.heard.values(), *links.outgoing.values()}:  # two, if both sides have connected
+        refusing.append(_Refused(link.sock, 1_000_000_000))
+        link.sock = refusing[-1]  # type: ignore[assignment]
     buffer = memoryview(bytearray(LONG))
     waits = (
         lambda: first.wait([send(first, 1, text_of(LONG))], soon(0.5)),
@@ -426,7 +427,8 @@ def test_a_wait_that_ends_while_the_system_refuses_a_connection_says_so(
     )
     with pytest.raises(OperationTimeoutError, match=r"waits: (send|recv) failed: .*\(ENOBUFS\): raise"):
         waits[who]()
-    refused.left = 0
+    for each in refusing:
+        each.left = 0
     monkeypatch.setattr(linkage, "_LATELY_NS", 0)
     with pytest.raises(OperationTimeoutError) as ordinary:
         waits[who]()
