@@ -14,6 +14,8 @@
 #include <stdint.h>
 #include <time.h>
 
+#define SLOW_YIELD_NS INT64_C(200000) /* a yield of the core that takes longer: another process may need it */
+
 /* A word of shared memory. */
 typedef _Atomic uint64_t Word;
 

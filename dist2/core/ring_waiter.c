@@ -13,7 +13,6 @@
 
 #define CHECKED 16       /* yields between two checks of the caller */
 #define SWITCH_NS 1500   /* a longer yield: another thread ran on this core */
-#define SLOW_YIELD_NS 200000
 #define SOME_TURNS 4     /* after so many such waits in a row, a waiter yields soon: */
 #define SOON 5           /* after so many looks */
 #define MANY_TURNS 32    /* after so many, the other thread is the awaited process */

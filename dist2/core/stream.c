@@ -7,8 +7,7 @@
 #include <sched.h>
 #include <sys/socket.h>
 
-#define YIELD_NS 1000000     /* how long a waiter yields before it sleeps, */
-#define SLOW_YIELD_NS 200000 /* unless yields take longer, one after the other: another process needs the core */
+#define YIELD_NS 1000000 /* how long a waiter yields before it sleeps, unless yields are slow, one after the other */
 
 int
 give_way(Yielding *yielding)

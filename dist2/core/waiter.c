@@ -26,7 +26,6 @@
 #define FEW_LOOKS 8 /* of a brief wait: releasing the interpreter lock costs as much as they do */
 #define YIELD_BUDGET_NS INT64_C(2000000)
 #define DOZE_NS INT64_C(4000000) /* after that the caller sleeps */
-#define SLOW_YIELD_NS INT64_C(200000)
 #define LONG_NAP 512          /* the most fences at which a member sleeps at once; */
 #define LONG_NAP_IN_CROWDS 64 /* where more than CROWD share a core: a useless sleep delays all of them */
 #define CROWD 4

@@ -18,7 +18,7 @@ rings. Functions that need the lock say so; a signal handler may raise wherever 
 """
 
 from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport uint64_t
 from libc.string cimport memcpy, memset
 
 from dist2.backends.socket.transport.links.ring cimport (
