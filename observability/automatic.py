@@ -1,4 +1,4 @@
-"""Parts without a line in the program: incidents, and the control plane of ``DIST2_CONTROL_PLANE``.
+"""Parts without a line in the program: incidents, the operation log, the control plane of the environment.
 
 They start with the first group of the process, in the thread that makes it: that group names the rank, and
 the ranks find each other through its store. A part that cannot be started is logged; it never breaks the
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from dist2.errors import Dist2Error
+from dist2.operation.instruments import add_instrument
 from dist2.runtime.config import LOOPBACK, Config
 from dist2.runtime.process import AtExit, at_exit, raised
 from observability.flight_recorder import global_rank, instrument
@@ -24,6 +25,7 @@ from observability.incidents.recording import Recording
 if TYPE_CHECKING:
     from dist2.group.process_group import ProcessGroup
     from dist2.operation.signature import GroupInfo
+    from observability.operation_log import OperationLog
     from observability.server import Server
 
 log = logging.getLogger("dist2.control_plane")
@@ -77,6 +79,7 @@ class _Parts:
 
     control_plane: AutomaticStart | None = None
     recording: Recording | None = None
+    operation_log: OperationLog | None = None
     on_hang: str = "observe"
 
 
@@ -90,11 +93,26 @@ def from_settings(config: Config) -> None:
         _parts.recording = recording = Recording(root)
         instrument.on_opened.append(lambda group: recording.opened(group.info))
         instrument.on_broken.append(recording.broken)
+    if config.operation_log is not None:
+        _parts.operation_log = _logging(Path(config.operation_log), config.operation_log_bytes)
     _parts.on_hang = config.on_hang
     where = config.control_plane or (LOOPBACK if config.on_hang != "observe" else None)
     if where is not None:
         _parts.control_plane = AutomaticStart(where)
         instrument.on_opened.append(_parts.control_plane.opened)
+
+
+def _logging(folder: Path, most_bytes: int) -> OperationLog | None:
+    """Return a log of operations that has begun; None if its folder cannot be made."""
+    from observability.operation_log import OperationLog
+
+    try:
+        log_of_all = OperationLog(folder, most_bytes)
+    except OSError as error:
+        log.warning("DIST2_OPERATION_LOG=%s: no operations are logged: %s", folder, error)
+        return None
+    add_instrument(log_of_all)
+    return log_of_all
 
 
 def recording() -> Recording | None:
@@ -115,11 +133,15 @@ def give_way() -> None:
 
 @at_exit(AtExit.EVIDENCE)
 def _exiting() -> None:
+    if _parts.operation_log is not None:
+        _parts.operation_log.flush()  # children of multiprocessing may run no later step
     if _parts.recording is not None:
         _parts.recording.raised(raised())
 
 
 @at_exit(AtExit.LAST_WORDS)
 def _last_words() -> None:
+    if _parts.operation_log is not None:
+        _parts.operation_log.close()
     if _parts.recording is not None:
         _parts.recording.last_words(raised())

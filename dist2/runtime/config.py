@@ -28,6 +28,8 @@ DEFAULT_TIMEOUT_S = 1800.0
 DEFAULT_HEARTBEAT_S = 10.0
 DEFAULT_WAITING_S = 5.0
 DEFAULT_RECORDER_SIZE = 4096
+DEFAULT_LOG_BYTES = 64 << 20
+LEAST_LOG_BYTES = 1 << 20
 LOOPBACK = "127.0.0.1"
 _LARGEST = 1e9
 """Numbers beyond (infinity among them) are this one."""
@@ -68,6 +70,9 @@ class Config:
         dump: ``DIST2_DUMP``: file to which each rank writes its flight recorder when a group breaks;
             ``{rank}`` in it stands for the rank.
         dump_signal: ``DIST2_DUMP_SIGNAL``: ``USR1`` or ``USR2``: it does so on that signal, too.
+        operation_log: ``DIST2_OPERATION_LOG``: folder to which each process logs its operations. None: off.
+        operation_log_bytes: ``DIST2_OPERATION_LOG_BYTES``: size of the files of a process there; at least
+            `LEAST_LOG_BYTES`.
         waiting_s: ``DIST2_WAITING``: an operation that takes longer counts as waiting for other ranks where a
             control plane runs, in seconds.
         control_plane: ``DIST2_CONTROL_PLANE``: starts the control plane with the first group: ``1``, an
@@ -100,6 +105,8 @@ class Config:
     recorder_size: int = DEFAULT_RECORDER_SIZE
     dump: str | None = None
     dump_signal: str | None = None
+    operation_log: str | None = None
+    operation_log_bytes: int = DEFAULT_LOG_BYTES
     waiting_s: float = DEFAULT_WAITING_S
     control_plane: str | None = None
     incidents: str | None = None
@@ -139,6 +146,10 @@ class Config:
             ),
             dump=get("DIST2_DUMP"),
             dump_signal=_signal(environment, "DIST2_DUMP_SIGNAL"),
+            operation_log=get("DIST2_OPERATION_LOG"),
+            operation_log_bytes=int(
+                max(_positive(environment, "DIST2_OPERATION_LOG_BYTES", DEFAULT_LOG_BYTES), LEAST_LOG_BYTES)
+            ),
             waiting_s=_positive(environment, "DIST2_WAITING", DEFAULT_WAITING_S),
             control_plane=_control_plane(environment),
             incidents=_incidents(environment),

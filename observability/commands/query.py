@@ -1,4 +1,4 @@
-"""``dist2 query URL`` or ``FOLDER`` ``"select ..."``: SQL over the answers of all ranks, by DuckDB."""
+"""``dist2 query URL`` or ``FOLDER`` ``"select ..."``: SQL over all ranks of a job, by DuckDB."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rich.table import Table
 from observability.commands.control_plane import ControlPlane, NoAnswerError, address, end_without_answer
 from observability.incidents.reading import Incident, NoIncidentError
 from observability.job.tables import TABLES, Row, tables_of
+from observability.operation_files import fill_from_log, is_operation_log
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -38,10 +39,10 @@ LIMIT_S = 20.0
 def query(
     url: str, sql: str | None, token: str | None, token_file: Path | None, seconds: int, form: str
 ) -> None:
-    """Ask all ranks of a job, or an incident, by SQL.
+    """Ask all ranks of a job, an incident, or an operation log, by SQL.
 
-    URL is that of any control plane of the job, or the folder of an incident; without SQL, the tables are
-    listed. Ends with 1 if the query is wrong, and 2 if there is no answer.
+    URL is that of any control plane of the job, or the folder of an incident or of an operation log; without
+    SQL, the tables are listed. Ends with 1 if the query is wrong, and 2 if there is no answer.
     """
     if sql is None:
         for name, columns in TABLES.items():
@@ -53,13 +54,19 @@ def query(
         end_without_answer(NoAnswerError("queries need duckdb: pip install 'dist2[query]'"))
     try:
         path = Path(url)
-        rows = (
-            _of_incident(path) if path.is_dir() else _of_job(ControlPlane.of(url, token, token_file), seconds)
-        )
+        is_log = path.is_dir() and is_operation_log(path)
+        if is_log:
+            rows: dict[str, list[Row]] = {name: [] for name in TABLES}
+        elif path.is_dir():
+            rows = _of_incident(path)
+        else:
+            rows = _of_job(ControlPlane.of(url, token, token_file), seconds)
     except (NoAnswerError, NoIncidentError) as error:
         end_without_answer(error)
     with duckdb.connect() as database:
         fill(database, rows)
+        if is_log:
+            fill_from_log(database, path)
         try:
             found = database.execute(sql)
             names = [str(column[0]) for column in found.description or ()]

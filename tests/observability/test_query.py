@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import threading
@@ -12,6 +11,7 @@ import attrs
 import pytest
 import torch
 from click.testing import CliRunner
+from support.queries import DOCUMENT, QUERIES, ask
 from support.ranks import Tenant, run_ranks
 
 import observability
@@ -23,16 +23,6 @@ from observability.job.tables import TABLES
 
 duckdb = pytest.importorskip("duckdb")
 INPROC = Tenant("inproc", "socket", {"transport": "inproc"})
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "queries.md").read_text()
-QUERIES = re.findall(r"```sql\n(.*?)\n```", DOCUMENT, re.DOTALL)
-
-
-def ask(where: str | Path, sql: str, *options: str) -> list[dict[str, object]]:
-    """Return the rows of an answer."""
-    ended = CliRunner().invoke(query, [str(where), sql, "--format", "json", *options])
-    assert ended.exit_code == 0, (sql, ended.output, ended.stderr)
-    rows: list[dict[str, object]] = json.loads(ended.stdout)
-    return rows
 
 
 @attrs.define(eq=False)

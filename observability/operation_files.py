@@ -1,0 +1,74 @@
+"""The files of operation logs as tables for SQL.
+
+DuckDB reads the files itself, as there may be millions of rows. This module imports no torch, so that
+`dist2 query` starts at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
+
+CALLS = ".calls.csv"
+OPERATIONS = ".operations.csv"
+"""Suffixes of the two files of a segment."""
+
+_CALL_COLUMNS = (
+    "{'call': 'BIGINT', 'rank': 'BIGINT', 'host': 'VARCHAR', 'pid': 'BIGINT', 'uid': 'VARCHAR', "
+    "'group_name': 'VARCHAR', 'group_rank': 'BIGINT', 'ranks': 'VARCHAR', 'op': 'VARCHAR', "
+    "'text': 'VARCHAR', 'bytes': 'BIGINT'}"
+)
+_OPERATION_COLUMNS = (
+    "{'call': 'BIGINT', 'seq': 'BIGINT', 'called_us': 'BIGINT', 'queued_ns': 'BIGINT', "
+    "'duration_ns': 'BIGINT', 'error': 'VARCHAR'}"
+)
+_READ = """
+CREATE TEMP TABLE {name} AS SELECT *, regexp_replace(parse_filename(filename), '{suffix}$', '') AS segment
+FROM read_csv('{folder}/*{suffix}', columns = {columns}, header = false, delim = ',', quote = '"',
+              escape = '"', auto_detect = false, ignore_errors = true, filename = true)
+"""
+_TABLES = """
+INSERT INTO operations BY NAME
+SELECT rank, group_name, uid, op, seq, if(error IS NULL, 'completed', 'failed') AS state, text AS call, bytes,
+       called_us / 1e6 AS called_s, duration_ns / 1e9 AS duration_s, queued_ns / 1e9 AS queued_s, error
+FROM logged JOIN calls USING (segment, call);
+INSERT INTO ranks BY NAME SELECT DISTINCT rank, host, pid FROM calls ORDER BY rank, pid;
+INSERT INTO groups BY NAME
+SELECT rank, group_name, uid, any_value(group_rank) AS group_rank, any_value(ranks) AS ranks,
+       max(seq) AS begun, arg_max(op, called_us) AS last_op, arg_max(seq, called_us) AS last_seq,
+       count(*) AS operations, sum(bytes)::BIGINT AS bytes
+FROM logged JOIN calls USING (segment, call) GROUP BY rank, group_name, uid;
+INSERT INTO failures BY NAME
+SELECT rank, group_name, text AS call, split_part(error, ': ', 1) AS error,
+       substr(error, strpos(error, ': ') + 2) AS message
+FROM logged JOIN calls USING (segment, call) WHERE error IS NOT NULL;
+INSERT INTO events BY NAME
+SELECT called_us / 1e6 AS at_s, 'WARNING' AS level, rank,
+       seq || ' operations are missing in the log of process ' || pid || ' of ' || host AS message
+FROM logged JOIN (SELECT segment, min(rank) AS rank, any_value(pid) AS pid, any_value(host) AS host
+                  FROM calls GROUP BY segment) USING (segment) WHERE call IS NULL
+"""
+
+
+def is_operation_log(folder: Path) -> bool:
+    """Return whether a folder has the files of an operation log."""
+    return any(folder.glob(f"*{OPERATIONS}"))
+
+
+def fill_from_log(database: DuckDBPyConnection, folder: Path) -> None:
+    """Insert the rows of an operation log into the tables of `observability.job.tables`.
+
+    Args:
+        database: It has these tables, empty.
+        folder: The log: that of one process, or of all of a job.
+    """
+    where = str(folder).replace("'", "''")
+    for name, suffix, columns in (
+        ("calls", CALLS, _CALL_COLUMNS),
+        ("logged", OPERATIONS, _OPERATION_COLUMNS),
+    ):
+        database.execute(_READ.format(name=name, folder=where, suffix=suffix, columns=columns))
+    database.execute(_TABLES)

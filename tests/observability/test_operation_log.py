@@ -1,0 +1,149 @@
+"""The log of all operations: every one that ended, in bounded files, as tables; lost ones are counted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.captured_logs import logged
+from support.fake_groups import FakeGroup, info_of, metas
+from support.programs import run
+from support.queries import QUERIES, ask
+from support.warm_interpreter import warm_python
+
+from dist2.errors import PeerLostError
+from dist2.operation.kinds import OpKind
+from dist2.runtime.config import DEFAULT_LOG_BYTES, LEAST_LOG_BYTES, Config
+from observability import automatic, operation_log
+from observability.operation_log import SEGMENTS, OperationLog
+
+pytest.importorskip("duckdb")
+COUNT = "select count(*) as n from operations"
+
+
+@pytest.fixture
+def logging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OperationLog]:
+    """Log into a folder whose name needs quotes in SQL."""
+    monkeypatch.setattr(operation_log, "LOOK_S", 60.0)  # the tests write, not the thread
+    log = OperationLog(tmp_path / "it's a log", DEFAULT_LOG_BYTES)
+    yield log
+    log.close()
+
+
+def test_every_operation_that_ended_is_a_row_of_the_same_tables(
+    logging: OperationLog, tmp_path: Path
+) -> None:
+    world = FakeGroup(info_of(1, 4), logging)
+    pair = FakeGroup(info_of(0, 2, uid="tp", global_ranks=(1, 3)), logging)
+    signature = world.signature()
+    for _ in range(1000):
+        world.run(signature, took_ns=2_000_000)
+    pair.run(pair.signature(OpKind.BARRIER, metas()))
+    world.begin()
+    world.run(error=PeerLostError('rank 2, of "a",\ndied'))
+    logging.close()
+    folder = tmp_path / "it's a log"
+    (all_reduce, barrier) = ask(folder, "select * from groups order by operations desc")
+    assert (
+        all_reduce.items() >= {"rank": 1, "group_name": "world", "operations": 1001, "ranks": "0-3"}.items()
+    )
+    assert barrier.items() >= {"rank": 1, "group_name": "tp", "group_rank": 0, "last_op": "barrier"}.items()
+    took = "select op, seq, state, bytes, round(duration_s, 3) as took_s from operations where seq = 7"
+    row = {"op": "all_reduce", "seq": 7, "state": "completed", "bytes": 8, "took_s": 0.002}
+    assert ask(folder, took) == [row]
+    assert ask(folder, "select error, message from failures") == [
+        {"error": "PeerLostError", "message": 'rank 2, of "a", died'}
+    ]
+    assert ask(folder, "select rank, pid from ranks") == [{"rank": 1, "pid": os.getpid()}]
+    assert not ask(folder, "select * from events")
+    for sql in QUERIES:
+        ask(folder, sql)
+
+
+def test_segments_replace_each_other_and_a_row_that_was_cut_off_is_skipped(tmp_path: Path) -> None:
+    log = OperationLog(tmp_path, 16_000)
+    group = FakeGroup(info_of(), log)
+    calls = [group.signature(inputs=metas([1 + number])) for number in range(4)]
+    for number in range(4000):
+        group.run(calls[number // 1000])  # a segment has the calls of its own rows
+    log.flush()
+    files = list(tmp_path.iterdir())
+    assert len(files) == 2 * SEGMENTS
+    assert sum(path.stat().st_size for path in files) < 16_000 + SEGMENTS * operation_log.CHUNK * 40
+    (kept,) = ask(tmp_path, "select max(seq) as last, max(seq) - min(seq) + 1 as n from operations")
+    assert kept["last"] == 4000
+    assert ask(tmp_path, COUNT) == [{"n": kept["n"]}]
+    last = max(tmp_path.glob("*.operations.csv"))
+    last.write_bytes(last.read_bytes()[:-9])
+    assert ask(tmp_path, COUNT) == [{"n": int(str(kept["n"])) - 1}]
+    log.close()
+
+
+def test_lost_operations_are_counted_and_told(
+    logging: OperationLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operation_log, "MOST", 10)
+    group = FakeGroup(info_of(3, 4), logging)
+    signature = group.signature()
+    with logged() as records:
+        for _ in range(25):
+            group.run(signature)
+        logging.flush()
+        group.run(signature)
+        logging.flush()
+    folder = tmp_path / "it's a log"
+    (event,) = ask(folder, "select rank, message from events")
+    assert event["rank"] == 3
+    assert str(event["message"]).startswith("15 operations are missing in the log of process")
+    assert ask(folder, "select min(seq) as first, count(*) as n from operations") == [{"first": 16, "n": 11}]
+    (warning,) = [each["event"] for each in records if each["levelname"] == "WARNING"]
+    assert "has lost 15 operations" in warning
+
+
+def test_operations_that_cannot_be_written_are_lost(logging: OperationLog, tmp_path: Path) -> None:
+    group = FakeGroup(info_of(), logging)
+    for path in (tmp_path / "it's a log").iterdir():
+        path.unlink()
+    (tmp_path / "it's a log").rmdir()
+    with logged() as records:
+        group.run()
+        logging.flush()
+    assert logging.lost == 1
+    assert "operations cannot be logged in" in records[0]["event"]
+
+
+def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with logged() as records:
+        assert automatic._logging(tmp_path / "file", DEFAULT_LOG_BYTES) is None
+    assert records[0]["event"].startswith(f"DIST2_OPERATION_LOG={tmp_path}/file: no operations are logged: ")
+
+
+def test_the_settings_of_the_environment() -> None:
+    assert Config.from_environment({}).operation_log is None
+    config = Config.from_environment({"DIST2_OPERATION_LOG": "ops", "DIST2_OPERATION_LOG_BYTES": "5"})
+    assert (config.operation_log, config.operation_log_bytes) == ("ops", LEAST_LOG_BYTES)
+
+
+PROGRAM = """
+import os, torch, dist2
+def train(operations):
+    with dist2.new_group("fake", 20, rank=0, world_size=1, name="training") as pg:
+        for _ in range(operations):
+            pg.all_reduce(torch.ones(2))
+train(5)
+child = os.fork()
+train(3)
+if child:
+    os.waitpid(child, 0)
+"""
+
+
+def test_a_process_and_its_forks_log_by_the_environment(tmp_path: Path) -> None:
+    ended = run([*warm_python(), "-c", PROGRAM], variables={"DIST2_OPERATION_LOG": str(tmp_path)})
+    assert (ended.code, ended.errors) == (0, ""), ended
+    rows = ask(tmp_path, "select pid, count(*) as n from ranks group by pid")
+    assert len(rows) == 2
+    assert ask(tmp_path, COUNT) == [{"n": 5 + 3 + 3}]
