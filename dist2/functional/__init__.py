@@ -9,8 +9,8 @@
 Each function returns a new tensor and leaves its input unchanged. Gradients are those of the sum of all
 ranks' losses: the gradient of a rank's input adds up its effects on the outputs of every rank. The backward
 pass of a collective is a collective, so every rank must run it, in the same order: ``x`` requires a gradient
-on all ranks or on none, and the results are used on all ranks. In a compiled program a result that nothing
-uses is not computed, except by `send`, and the other ranks wait in vain.
+on all ranks or on none, and so are results with a gradient used. Compiled programs keep calls with unused
+results.
 
 The functions are custom operators of torch (``torch.ops.dist2``): `torch.compile(fullgraph=True)` and
 `torch.export` keep them in their graphs, which know the group by its name and number of ranks.

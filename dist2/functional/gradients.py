@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.library import CustomOpDef
 
 from dist2.functional import operators as ops
 from dist2.functional.handles import reduction_of, size_of
@@ -66,7 +65,7 @@ def _product_of_others(x: Grad, result: Grad, group: str) -> Grad:
 
 
 def _differentiable(
-    operator: CustomOpDef,
+    operator: ops.Operator,
     setup: Callable[[Any, tuple[Any, ...], Grad], None],
     backward: Callable[[Any, Grad], tuple[Grad | None, ...]],
     *,
@@ -79,9 +78,9 @@ def _differentiable(
     needs, and which takes half the time.
 
     Args:
-        operator: The operator. Its first argument is a tensor.
-        setup: Keeps what the backward pass needs.
-        backward: Returns a gradient for each argument.
+        operator: The operator. Its first argument is a tensor, its last one the mark, which `call` adds.
+        setup: Keeps what the backward pass needs, of the arguments without the mark.
+        backward: Returns a gradient for each of these arguments.
         tangent: Returns the tangent of the output; None where the operator is linear.
         batched: Whether the output has the batch dimension of the input.
     """
@@ -90,16 +89,19 @@ def _differentiable(
         """Move the batch dimension behind dimension 0, which has the rows of each rank."""
         dim = in_dims[0]
         if x.dim() > 1 and dim is not None:
-            return call(x.movedim(dim, 1), *others), 1 if batched else None
-        return call(x, *others), 0 if batched else None
+            return call(x.movedim(dim, 1), *others[:-1]), 1 if batched else None
+        return call(x, *others[:-1]), 0 if batched else None
 
     def forward(*arguments: Any) -> Grad:
-        result: Grad = operator(*arguments)
+        result: Grad = operator.called(*arguments)
         return result
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Grad) -> None:
-        ctx.others = inputs[1:]
-        setup(ctx, inputs, output)
+        ctx.others = inputs[1:-1]
+        setup(ctx, inputs[:-1], output)
+
+    def all_gradients(ctx: Any, grad: Grad) -> tuple[Grad | None, ...]:
+        return (*backward(ctx, grad), None)
 
     def jvp(ctx: Any, grad: Grad, *_: None) -> Grad:
         with completing():
@@ -108,19 +110,25 @@ def _differentiable(
     methods: dict[str, Callable[..., Any]] = {
         "forward": forward,
         "setup_context": setup_context,
-        "backward": backward,
+        "backward": all_gradients,
         "jvp": jvp,
         "vmap": vmap,
     }
     members = {name: staticmethod(method) for name, method in methods.items()}
-    function: Any = type(operator._name, (torch.autograd.Function,), members)
+    function: Any = type(operator.name, (torch.autograd.Function,), members)
 
     def call(*arguments: Any) -> Grad:
-        result: Grad = operator(*arguments) if torch.compiler.is_compiling() else function.apply(*arguments)
+        if not torch.compiler.is_compiling():
+            result: Grad = function.apply(*arguments, None)
+        elif torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+            result = operator.called(*arguments, torch.empty(0))
+        else:  # torch traces the backward pass
+            result = operator.in_backward(*arguments, torch.empty(0))
         return result
 
-    operator.register_autograd(backward, setup_context=setup)
-    operator.register_vmap(vmap)
+    for each in (operator.called, operator.in_backward):
+        each.register_autograd(all_gradients, setup_context=setup_context)
+        each.register_vmap(vmap)
     return call
 
 
@@ -244,7 +252,10 @@ def _setup_send(ctx: Any, inputs: tuple[Any, ...], output: Grad) -> None:
 
 
 def _send(ctx: Any, grad: Grad) -> tuple[Grad | None, ...]:
-    return recv(grad.new_zeros(ctx.shape), ctx.dst, ctx.tag, ctx.group), None, None, None
+    like = grad.expand(
+        ctx.shape
+    )  # zeros would not depend on the gradient: graphs would receive in the forward pass
+    return recv(like, ctx.dst, ctx.tag, ctx.group), None, None, None
 
 
 def _setup_recv(ctx: Any, inputs: tuple[Any, ...], output: Grad) -> None:

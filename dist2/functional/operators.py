@@ -5,18 +5,48 @@ of `torch.compile` and `torch.export` can hold it. Numbers that a shape depends 
 are arguments, so that a fake implementation needs no group. The group itself is a text, see `handle_of`; the
 reduction is its name, see `reduction_name`. All operators work on dimension 0; `dist2.functional` moves
 others there.
+
+torch may drop an operator from a graph if nothing uses its result, and merge two with equal arguments. The
+graphs of other ranks may differ: they would wait for the missing call, or get the message of another. So
+operators are declared to have a side effect, and in a graph each call has a ``mark``: an empty tensor of its
+own, the result of an operator that torch never merges. Backward passes are made of operators without a side
+effect, as torch may move others into the forward pass; the formulas use all their results.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import attrs
 import torch
 from torch.fx import has_side_effect
-from torch.library import custom_op
+from torch.library import CustomOpDef, custom_op
 
 from dist2.functional.handles import group_of, reduction_of, size_of
 from dist2.functional.started import finish, run
+
+Mark = torch.Tensor | None
+
+
+@attrs.frozen
+class Operator:
+    """An operator, and the same without a side effect, for backward passes in graphs."""
+
+    name: str
+    called: CustomOpDef
+    in_backward: CustomOpDef
+
+    def register_fake(self, fake: Callable[..., torch.Tensor]) -> None:
+        """Register the function that computes the shape of the result."""
+        self.called.register_fake(fake)
+        self.in_backward.register_fake(fake)
+
+
+def _operator(function: Callable[..., torch.Tensor]) -> Operator:
+    name = function.__name__
+    called = custom_op(f"dist2::{name}", function, mutates_args=())
+    has_side_effect(getattr(torch.ops.dist2, name).default)
+    return Operator(name, called, custom_op(f"dist2::{name}_in_backward", function, mutates_args=()))
 
 
 def _same_shape(name: str) -> Callable[..., torch.Tensor]:
@@ -38,16 +68,16 @@ def _gathered(x: torch.Tensor, root: int, rank: int, group: str) -> torch.Tensor
     return _rows(x, x.shape[0] * size_of(group) if rank == root else 0)
 
 
-@custom_op("dist2::all_reduce", mutates_args=())
-def all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+@_operator
+def all_reduce(x: torch.Tensor, op: str, group: str, mark: Mark) -> torch.Tensor:
     """Return the reduction of the tensors of all ranks."""
     out = x.clone(memory_format=torch.contiguous_format)
     run(group_of(group).all_reduce, out, reduction_of(op))
     return out
 
 
-@custom_op("dist2::reduce", mutates_args=())
-def reduce(x: torch.Tensor, root: int, op: str, group: str) -> torch.Tensor:
+@_operator
+def reduce(x: torch.Tensor, root: int, op: str, group: str, mark: Mark) -> torch.Tensor:
     """Return the reduction at the root, zeros elsewhere."""
     pg = group_of(group)
     out = x.clone(memory_format=torch.contiguous_format)
@@ -55,16 +85,16 @@ def reduce(x: torch.Tensor, root: int, op: str, group: str) -> torch.Tensor:
     return out if pg.rank() == root else torch.zeros_like(out)
 
 
-@custom_op("dist2::broadcast", mutates_args=())
-def broadcast(x: torch.Tensor, root: int, group: str) -> torch.Tensor:
+@_operator
+def broadcast(x: torch.Tensor, root: int, group: str, mark: Mark) -> torch.Tensor:
     """Return the tensor of the root."""
     out = x.clone(memory_format=torch.contiguous_format)
     run(group_of(group).broadcast, out, root)
     return out
 
 
-@custom_op("dist2::all_gather", mutates_args=())
-def all_gather(x: torch.Tensor, sizes: Sequence[int], rank: int, group: str) -> torch.Tensor:
+@_operator
+def all_gather(x: torch.Tensor, sizes: Sequence[int], rank: int, group: str, mark: Mark) -> torch.Tensor:
     """Return the rows of all ranks; rank r has ``sizes[r]``."""
     pg, out = group_of(group), _rows(x, sum(sizes))
     if len(set(sizes)) == 1:
@@ -74,8 +104,10 @@ def all_gather(x: torch.Tensor, sizes: Sequence[int], rank: int, group: str) -> 
     return out
 
 
-@custom_op("dist2::reduce_scatter", mutates_args=())
-def reduce_scatter(x: torch.Tensor, op: str, sizes: Sequence[int], rank: int, group: str) -> torch.Tensor:
+@_operator
+def reduce_scatter(
+    x: torch.Tensor, op: str, sizes: Sequence[int], rank: int, group: str, mark: Mark
+) -> torch.Tensor:
     """Return this rank's rows of the reduction; rank r has ``sizes[r]`` of them."""
     pg, out = group_of(group), _rows(x, sizes[rank])
     if len(set(sizes)) == 1:
@@ -85,25 +117,25 @@ def reduce_scatter(x: torch.Tensor, op: str, sizes: Sequence[int], rank: int, gr
     return out
 
 
-@custom_op("dist2::gather", mutates_args=())
-def gather(x: torch.Tensor, root: int, rank: int, group: str) -> torch.Tensor:
+@_operator
+def gather(x: torch.Tensor, root: int, rank: int, group: str, mark: Mark) -> torch.Tensor:
     """Return the rows of all ranks at the root, no rows elsewhere."""
     pg, out = group_of(group), _gathered(x, root, rank, group)
     run(pg.gather, list(out.chunk(pg.size())) if rank == root else None, x, root)
     return out
 
 
-@custom_op("dist2::scatter", mutates_args=())
-def scatter(x: torch.Tensor, rows: int, root: int, rank: int, group: str) -> torch.Tensor:
+@_operator
+def scatter(x: torch.Tensor, rows: int, root: int, rank: int, group: str, mark: Mark) -> torch.Tensor:
     """Return this rank's ``rows`` of the root's tensor."""
     out = _rows(x, rows)
     run(group_of(group).scatter, out, list(x.split(rows)) if rank == root else None, root)
     return out
 
 
-@custom_op("dist2::all_to_all", mutates_args=())
+@_operator
 def all_to_all(
-    x: torch.Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], group: str
+    x: torch.Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], group: str, mark: Mark
 ) -> torch.Tensor:
     """Send ``input_sizes[r]`` rows to rank r; return the rows received, ``output_sizes[r]`` from rank r."""
     out = _rows(x, sum(output_sizes))
@@ -111,23 +143,23 @@ def all_to_all(
     return out
 
 
-@custom_op("dist2::send", mutates_args=())
-def send(x: torch.Tensor, dst: int, tag: int, group: str) -> torch.Tensor:
+@_operator
+def send(x: torch.Tensor, dst: int, tag: int, group: str, mark: Mark) -> torch.Tensor:
     """Send a tensor; return a zero, which the backward pass starts from."""
     run(group_of(group).send, x, dst, tag)
     return x.new_zeros(())
 
 
-@custom_op("dist2::recv", mutates_args=())
-def recv(x: torch.Tensor, src: int, tag: int, group: str) -> torch.Tensor:
+@_operator
+def recv(x: torch.Tensor, src: int, tag: int, group: str, mark: Mark) -> torch.Tensor:
     """Return a tensor received, of the shape of ``x``."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     run(group_of(group).recv, out, src, tag)
     return out
 
 
-@custom_op("dist2::sendrecv", mutates_args=())
-def sendrecv(x: torch.Tensor, dst: int, src: int, tag: int, group: str) -> torch.Tensor:
+@_operator
+def sendrecv(x: torch.Tensor, dst: int, src: int, tag: int, group: str, mark: Mark) -> torch.Tensor:
     """Send a tensor to one rank while receiving one of its shape from another."""
     pg, out = group_of(group), torch.empty_like(x, memory_format=torch.contiguous_format)
     sending = pg.send(x, dst, tag, async_op=True)
@@ -136,39 +168,37 @@ def sendrecv(x: torch.Tensor, dst: int, src: int, tag: int, group: str) -> torch
     return out
 
 
-# Most programs ignore its result, and a graph must keep it. The others return a result to use; torch refuses
-# activation checkpointing of graphs with operators of this kind.
-has_side_effect(torch.ops.dist2.send.default)
-
 for _each in (all_reduce, reduce, broadcast, recv, sendrecv):
-    _each.register_fake(_same_shape(_each._name))
+    _each.register_fake(_same_shape(_each.name))
 
 
 @all_gather.register_fake
-def _(x: torch.Tensor, sizes: Sequence[int], rank: int, group: str) -> torch.Tensor:
+def _(x: torch.Tensor, sizes: Sequence[int], rank: int, group: str, mark: Mark) -> torch.Tensor:
     return _rows(x, sum(sizes))
 
 
 @reduce_scatter.register_fake
-def _(x: torch.Tensor, op: str, sizes: Sequence[int], rank: int, group: str) -> torch.Tensor:
+def _(x: torch.Tensor, op: str, sizes: Sequence[int], rank: int, group: str, mark: Mark) -> torch.Tensor:
     return _rows(x, sizes[rank])
 
 
 @gather.register_fake
-def _(x: torch.Tensor, root: int, rank: int, group: str) -> torch.Tensor:
+def _(x: torch.Tensor, root: int, rank: int, group: str, mark: Mark) -> torch.Tensor:
     return _gathered(x, root, rank, group)
 
 
 @scatter.register_fake
-def _(x: torch.Tensor, rows: int, root: int, rank: int, group: str) -> torch.Tensor:
+def _(x: torch.Tensor, rows: int, root: int, rank: int, group: str, mark: Mark) -> torch.Tensor:
     return _rows(x, rows)
 
 
 @all_to_all.register_fake
-def _(x: torch.Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], group: str) -> torch.Tensor:
+def _(
+    x: torch.Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], group: str, mark: Mark
+) -> torch.Tensor:
     return _rows(x, sum(output_sizes))
 
 
 @send.register_fake
-def _(x: torch.Tensor, dst: int, tag: int, group: str) -> torch.Tensor:
+def _(x: torch.Tensor, dst: int, tag: int, group: str, mark: Mark) -> torch.Tensor:
     return x.new_zeros(())

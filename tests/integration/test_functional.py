@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.nn.functional
+import torch.utils.checkpoint
 from support.processes import Crew
 from support.training import WORLD, compiling, quiet
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
-from torch._functorch.partitioners import default_partition
+from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
 import dist2
 from dist2 import ProcessGroup, ReduceOp, functional
@@ -70,6 +71,11 @@ def _aot_eager() -> Any:
     return aot_autograd(fw_compiler=boxed_nop, partition_fn=default_partition)
 
 
+def _torch_default() -> Any:
+    """Return the same with the division into forward and backward pass that torch's backends use."""
+    return aot_autograd(fw_compiler=boxed_nop, partition_fn=min_cut_rematerialization_partition)
+
+
 def _compiled(pg: ProcessGroup) -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         return torch.cat([case(x * 2, pg).flatten() for case in TRACED.values()]) + 1
@@ -87,25 +93,59 @@ def test_a_compiled_function_with_all_of_them_is_one_graph(run: Run) -> None:
     run(_compiled)
 
 
-def _unused_send(pg: ProcessGroup) -> None:
-    def step(x: torch.Tensor) -> torch.Tensor:
-        if pg.rank() == 0:
+def _different_graphs(pg: ProcessGroup) -> None:
+    root = pg.rank() == 0
+
+    def unused_send(x: torch.Tensor) -> torch.Tensor:
+        if root:
             functional.send(x * 2, pg, 1)
             return x + 1
         return functional.recv(x.detach(), pg, 0) + x
 
+    def used_at_the_root(x: torch.Tensor) -> torch.Tensor:
+        total = functional.reduce(x.detach(), pg, 0)
+        return x.sin() + total if root else x.sin()  # the backward pass needs x
+
+    def equal_arguments(x: torch.Tensor) -> torch.Tensor:
+        if root:
+            return x + functional.send(x, pg, 1) + functional.send(x * 3, pg, 1)
+        return functional.recv(x, pg, 0) * 10 + functional.recv(x, pg, 0)
+
     with quiet(), compiling():
-        compiled: Any = torch.compile(step, backend=_aot_eager(), fullgraph=True)
-        for requires_grad in (False, True):
-            y = compiled(torch.ones(2, requires_grad=requires_grad))
-            assert y.tolist() == [pg.rank() + 2.0] * 2
-            if requires_grad:
-                y.sum().backward()
+        for step in (unused_send, used_at_the_root, equal_arguments):
+            compiled: Any = torch.compile(step, backend=_torch_default(), fullgraph=True)
+            for requires_grad in (False, True):
+                ours, theirs = (torch.ones(2, requires_grad=requires_grad) for _ in range(2))
+                y, expected = compiled(ours), step(theirs)
+                torch.testing.assert_close(y, expected, msg=step.__name__)
+                if requires_grad:
+                    y.sum().backward()
+                    expected.sum().backward()
+                    torch.testing.assert_close(ours.grad, theirs.grad, msg=step.__name__)
+            torch._dynamo.reset()
+
+
+def test_compiled_calls_remain_even_if_unused_or_equal(run: Run) -> None:
+    run(_different_graphs)
+
+
+def _checkpointed(pg: ProcessGroup) -> None:
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return functional.all_reduce(x.sin(), pg).cos()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+        return y
+
+    with quiet(), compiling():
+        expected = forward_and_backward(step, pg.rank())
+        compiled: Any = torch.compile(step, backend=_torch_default(), fullgraph=True)
+        torch.testing.assert_close(forward_and_backward(compiled, pg.rank()), expected)
         torch._dynamo.reset()
 
 
-def test_a_compiled_send_sends_even_if_its_result_is_unused(run: Run) -> None:
-    run(_unused_send)
+def test_checkpointed_layers_can_be_compiled(run: Run) -> None:
+    run(_checkpointed)
 
 
 class Layer(nn.Module):
