@@ -107,6 +107,15 @@ class GroupStatusRegistry:
             self._open[info] = GroupStatus(info, monotonic_ns())
             return True
 
+    def taken_back(self, info: GroupInfo) -> GroupInfo | None:
+        """Forget that a group was closed if it was only renamed; return its identity before."""
+        with self._lock:
+            for status in self._closed:
+                if (status.info.uid, status.info.rank) == (info.uid, info.rank):
+                    self._closed.remove(status)
+                    return status.info
+        return None
+
     def closed(self, info: GroupInfo) -> bool:
         """Note that a group was shut down or aborted. Idempotent: True the first time."""
         with self._lock:

@@ -220,9 +220,12 @@ class Metrics:
 
     def group_opened(self, group: ProcessGroup) -> None:
         """Take up a group. Idempotent."""
-        name = group.info.name
+        name, waited_ns = group.info.name, _waited_ns(group)
         with self._lock:
             if self.statuses.opened(group.info):
+                before = self.statuses.taken_back(group.info)
+                if before is not None and waited_ns:  # renamed: the backend still counts its waits
+                    self._waited[self._group_key(before)] -= waited_ns
                 self._open[name] = self._open.get(name, 0) + 1
                 self._closed.pop(name, None)
 

@@ -493,9 +493,14 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
     def _identify(self, info: GroupInfo) -> None:
         if info.name != self.info.name:
             open_groups.rename(self, info.name)
+        is_known = not self.is_closed
+        if is_known:  # instruments know a group by its info
+            dispatch.group_closed(self)
         self.info = self._runner.info = info
         self.spec = attrs.evolve(self.spec, info=info)
         self._plans.clear()  # signatures name the group
+        if is_known:
+            dispatch.group_opened(self)
 
     def _new(self, spec: GroupSpec, backend: Backend) -> ProcessGroup:
         return ProcessGroup(spec, backend, self._open_group)

@@ -131,7 +131,10 @@ class Member:
 
     def info(self) -> GroupInfo | None:
         """Return the group that names this process; None before there is one."""
-        return self._given or next(iter(self._metrics.statuses.open_groups()), None)
+        known, given = self._metrics.statuses.open_groups(), self._given
+        if given is None:
+            return next(iter(known), None)
+        return next((each for each in known if (each.uid, each.rank) == (given.uid, given.rank)), given)
 
     @property
     def rank(self) -> int:

@@ -14,6 +14,7 @@ from support.torch_analyser import analyse, complaints
 import observability
 from dist2 import OperationTimeoutError, ProcessGroup, add_instrument
 from dist2.operation.signature import GroupInfo
+from observability.entries import entries_of
 from observability.flight_recorder import FlightRecorder, RecordedError
 from observability.flight_recorder import instrument as recorder
 from observability.metrics import instrument as metrics
@@ -141,3 +142,24 @@ def test_a_rank_that_does_not_come_is_seen_by_all_means(tenant: Tenant) -> None:
     (recorded,) = [each for each in recorder.operations() if each.signature.group is waited]
     assert isinstance(recorded.error, RecordedError)
     assert recorded.error.type_name == "OperationTimeoutError"
+
+
+def test_a_group_that_is_renamed_is_still_one_group(tenant: Tenant) -> None:
+    """torch names each group that it makes, after it is open."""
+
+    def body(pg: ProcessGroup) -> None:
+        pg.all_reduce(torch.ones(2))
+        before, waited = pg.info, metrics.waited([pg])
+        pg.setGroupName(f"renamed {pg.rank()}")
+        pg.setGroupDesc("default_pg")
+        pg.all_reduce(torch.ones(2))
+        known = [each for each in metrics.statuses.groups() if each.info.uid == before.uid]
+        mine = [(each.info, each.state) for each in known if each.info.rank == pg.rank()]
+        assert mine == [(pg.info, "open")]
+        told, _ = entries_of(recorder, pg.rank())
+        assert [len(each.called_ns) for each in told if each.uid == pg.info.uid] == [1]
+        key, later = metrics.group_key(before), metrics.waited([pg])
+        assert later.get(key, 0) == 0
+        assert later.get(metrics.group_key(pg.info), 0) >= waited.get(key, 0)
+
+    run_ranks(2, body, tenant)
