@@ -2,7 +2,9 @@
 
 A stand-in makes the calls of their communicators and group coordinators: tensor-parallel and
 pipeline-parallel groups of one world, all_reduce of activations and integers, gathers of logits, dictionaries
-of tensors by a broadcast of metadata, and messages between stages.
+of tensors by a broadcast of metadata, and messages between stages. `mixed` and `draft` make
+the calls that went wrong in the shared memory of such servers: an operation while another rank is in the one
+before, in groups that are not the world, and gathers of integers.
 """
 
 from __future__ import annotations
@@ -69,9 +71,34 @@ class Coordinator:
             dist.send(x, dst=self.ranks[self.rank + 1], group=self.group)
         return x
 
+    def mixed(self, x, turns):
+        \"\"\"Call different operations without a pause, each time with another rank late.\"\"\"
+        gathered, part = torch.empty(self.size * len(x), dtype=x.dtype), torch.empty_like(x)
+        exchanged, results = torch.empty_like(gathered), []
+        for turn in range(turns):
+            if turn % self.size == self.rank:
+                torch.ones(100_000).sin()
+            dist.all_gather_into_tensor(gathered, x + turn, group=self.group)
+            reduced = self.all_reduce(gathered)
+            dist.reduce_scatter_tensor(part, reduced, group=self.group)
+            dist.all_to_all_single(exchanged, reduced, group=self.group)
+            results += [gathered.clone(), reduced, part.clone(), exchanged.clone()]
+        return results
+
+    def draft(self, logits):
+        \"\"\"Choose the most probable token of a vocabulary that is cut by ranks.\"\"\"
+        values, ids = logits.max(-1)
+        everyone = [torch.empty((self.size, *each.shape), dtype=each.dtype) for each in (values, ids)]
+        for out, each in zip(everyone, (values, ids + self.rank * logits.shape[-1]), strict=True):
+            dist.all_gather_into_tensor(out.view(-1), each, group=self.group)
+        token = everyone[1].gather(0, everyone[0].argmax(0, keepdim=True))[0]
+        dist.all_reduce(token, dist.ReduceOp.MIN, group=self.group)
+        return [*everyone, token]
+
 
 def serve():
     rank = dist.get_rank()
+    torch.set_num_threads(1 + rank % 2)
     tensor, stage = Coordinator([[0, 1], [2, 3]]), Coordinator([[0, 2], [1, 3]])
     results = []
     for dtype in DTYPES:
@@ -85,6 +112,10 @@ def serve():
         batch = {"ids": logits, "positions": logits.flatten()[:5].clone()}
         results += tensor.broadcast_dict(batch, 0).values()
         results.append(stage.exchange(logits.flatten()[: 5 + rank].clone()))
+        results += tensor.draft(logits)
+        for numel in (20, 150_000):
+            x = (torch.arange(numel) % 5 + rank).to(dtype)
+            results += tensor.mixed(x, 3) + stage.mixed(x, 3)
     dist.barrier()
     return results
 
