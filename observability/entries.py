@@ -3,6 +3,10 @@
 The times are those of the flight recorder, so that they cost nothing when operations run. They are those of
 operations in which every rank waits for every other, or for the root: another rank that is late to a
 broadcast delays no rank.
+
+DistributedDataParallel calls an operation for each bucket of gradients, and waits for all of them at the end
+of the backward pass: they are told as *joint*, with the number of the optimizer's step before. Other
+asynchronous operations are assumed to be waited for one by one, as FSDP does.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from dist2.runtime.rank_names import host_and_pid
 from observability.clocks import clock_id
 from observability.flight_recorder import FlightRecorder, global_rank
 from observability.job.rank_text import rank_text, ranks_of
+from observability.optimizer_steps import optimizer_steps, step_at
 
 Document = dict[str, Any]
 
@@ -69,6 +74,8 @@ class Entries:
         stride: Operations whose number it divides are reported.
         torn: The recorder has dropped operations between the last report and this one.
         roots: Sequence number, and root's rank in the job, of each operation in which all wait for the root.
+        joint: Sequence number, and number of the optimizer step before, of each operation that is waited for
+            together with others of that step.
     """
 
     uid: str
@@ -78,6 +85,7 @@ class Entries:
     stride: int = 1
     torn: bool = False
     roots: tuple[tuple[int, int], ...] = ()
+    joint: tuple[tuple[int, int], ...] = ()
 
     def document(self) -> Document:
         """Return it as JSON has it."""
@@ -98,6 +106,7 @@ class Entries:
             stride=max(1, int(document["stride"])),
             torn=bool(document["torn"]),
             roots=_pairs(document["roots"]),
+            joint=_pairs(document["joint"]),
         )
 
 
@@ -158,7 +167,27 @@ def _told(info: GroupInfo, operations: list[Operation], torn: bool, most: int) -
         for each in chosen
         if each.signature.kind in FROM_ROOT and each.signature.root is not None
     )
-    return Entries(info.uid, info.name, info.global_ranks, called_ns, stride, torn, roots)
+    joint = _joint(chosen, optimizer_steps.known())
+    return Entries(info.uid, info.name, info.global_ranks, called_ns, stride, torn, roots, joint)
+
+
+def _joint(operations: list[Operation], ends: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return the operations of DistributedDataParallel, each with the number of the optimizer step before.
+
+    It calls asynchronous `all_reduce`, and the innermost function of the user's there is the one that calls
+    ``backward``. If such operations come from several lines, they may be of tensor parallelism, which waits
+    for each: then none are joint.
+
+    Args:
+        operations: Those of a group.
+        ends: As `OptimizerSteps.known` returns it.
+    """
+    alike = [each for each in operations if each.is_async and each.signature.kind is OpKind.ALL_REDUCE]
+    places = {(each.code, each.instruction) for each in alike}
+    code = alike[0].code if len(places) == 1 else None
+    if not ends or code is None or "backward" not in code.co_names:
+        return ()
+    return tuple((each.seq, step_at(ends, each.created_ns)) for each in alike)
 
 
 def document_of(recorder: FlightRecorder, rank: int, after_ns: int = 0, most: int = MOST_TOLD) -> Document:

@@ -7,6 +7,10 @@ to half of the ranks may be late without making the others look early. In a broa
 can be late: it may run ahead of the other ranks, which then are late to the next operation that all wait for.
 If only the latter counted, noise that all ranks have alike would make stragglers of all ranks but the root.
 
+Operations that ranks wait for together, at the end of a backward pass, are one *occasion*: a rank that is
+late to each of its buckets delays the others once, by its largest lateness. Any other operation is an
+occasion of its own. Where the following says "operation", it means an occasion.
+
 Single operations say little: any rank is preempted now and then. So the operations of a group are divided
 into *blocks* of some operations and at least a tenth of a second. A rank is *costly* in a block if its mean
 lateness is more than `SHARE` of the time that an operation took there, and more than `LEAST_S`. Of the last
@@ -113,7 +117,7 @@ class Straggler:
 
 @attrs.define
 class _Block:
-    """Operations in a row: how many, over how long, and by how much each rank was late in them together."""
+    """Operations in a row: how many, over how long, and how late each rank was in all of them."""
 
     operations: int = 0
     span_ns: int = 0
@@ -170,6 +174,10 @@ class _GroupLedger:
     telling: tuple[int, ...] = ()
     strides: dict[int, int] = attrs.field(factory=dict)
     roots: dict[int, int] = attrs.field(factory=dict)
+    joint: dict[int, int] = attrs.field(factory=dict)
+    step: int = -1  # of the last joint operation; -1 before the first one
+    weight: int = 1  # so many occasions are that one
+    most_late_ns: dict[int, int] = attrs.field(factory=dict)  # in that
     closed_seq: int = 0
     last_ns: int = 0  # of the operation before; 0 where there is none next to it
     now: _Block = attrs.field(factory=_Block)
@@ -184,25 +192,30 @@ class _GroupLedger:
             if seq > self.closed_seq:
                 self.pending.setdefault(seq, {})[rank] = at_ns + offset.offset_ns
         self.roots.update(entries.roots)
+        self.joint.update(entries.joint)
 
     def close(self, errors: Mapping[int, int], telling: Container[int]) -> None:
         """Process the operations reported by all ranks that report, in their order."""
         for seq in sorted(self.pending)[:-MAX_PENDING]:
             del self.pending[seq]
         self.roots = {seq: root for seq, root in self.roots.items() if seq in self.pending}
+        self.joint = {seq: step for seq, step in self.joint.items() if seq in self.pending}
         self.telling = tuple(rank for rank in self.ranks if rank in telling)
         if len(self.telling) < 2:
             return
         whole = sorted(seq for seq, times in self.pending.items() if times.keys() >= set(self.telling))
         for seq in whole:
             times = self.pending.pop(seq)
-            self._operation({rank: times[rank] for rank in self.telling}, errors, self.roots.get(seq))
+            told = {rank: times[rank] for rank in self.telling}
+            self._operation(told, errors, self.roots.get(seq), self.joint.get(seq, -1))
         if whole:
             self.closed_seq = whole[-1]
             for seq in [seq for seq in self.pending if seq < self.closed_seq]:
                 del self.pending[seq]  # a rank has forgotten it
 
-    def _operation(self, times: Mapping[int, int], errors: Mapping[int, int], root: int | None) -> None:
+    def _operation(
+        self, times: Mapping[int, int], errors: Mapping[int, int], root: int | None, step: int
+    ) -> None:
         in_order = sorted(times.items(), key=lambda pair: pair[1])
         middle_rank, middle_ns = in_order[(len(in_order) - 1) // 2]
         doubt_ns = errors.get(middle_rank, 0)
@@ -214,13 +227,28 @@ class _GroupLedger:
         before_ns, self.last_ns = self.last_ns, in_order[-1][1]  # no rank leaves before
         if not before_ns:
             return  # there is no time between two
-        weight = max(self.strides.values())  # it stands for so many
-        span_ns = max(0, self.last_ns - before_ns)
-        self.now.add(weight, span_ns, {rank: weight * each_ns for rank, each_ns in late_ns.items()})
+        occasions, cost_ns = self._cost(late_ns, step)
+        self.now.add(occasions, max(0, self.last_ns - before_ns), cost_ns)
         if self.now.operations >= BLOCK_OPERATIONS and self.now.span_ns >= BLOCK_NS:
             self.blocks.append(self.now)
             self.ended += 1
             self.now = _Block()
+
+    def _cost(self, late_ns: Mapping[int, int], step: int) -> tuple[int, dict[int, int]]:
+        """Return how many occasions an operation adds, and how late each rank was in these."""
+        stride = max(self.strides.values())  # it stands for so many
+        if step < 0:
+            return stride, {rank: stride * each_ns for rank, each_ns in late_ns.items()}
+        fresh = 0
+        if step != self.step:
+            fresh = max(1, min(stride, step - self.step))  # with those steps of which no operation is told
+            self.step, self.weight, self.most_late_ns = step, fresh, {}
+        cost_ns = {}
+        for rank, each_ns in late_ns.items():
+            most_ns = self.most_late_ns.get(rank, 0)
+            cost_ns[rank] = self.weight * max(0, each_ns - most_ns)
+            self.most_late_ns[rank] = max(most_ns, each_ns)
+        return fresh, cost_ns
 
     @property
     def names(self) -> RankNames:

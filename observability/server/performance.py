@@ -19,6 +19,7 @@ from observability.clocks import clock_id
 from observability.flight_recorder import FlightRecorder
 from observability.job.member import Member
 from observability.job.peers import FAILURES, Peers
+from observability.optimizer_steps import optimizer_steps
 from observability.server.answers import Endpoint, as_json, heavy_answer, number
 from observability.server.threads import Heavy, on_thread
 from observability.straggler_watch import StragglerCollector, StragglerWatch
@@ -44,6 +45,7 @@ class Performance:
         self._recorder = recorder
         self.peers = peers
         self.watch = StragglerWatch(peers.entries, self._watched)
+        self._counts = False
         self._own = Heavy()
         self._of_all = Heavy()  # apart: it asks this rank too, for its own timeline
 
@@ -63,10 +65,15 @@ class Performance:
 
     def start(self) -> None:
         """Begin to watch: one rank watches all, the lowest that is known."""
+        optimizer_steps.watch()
+        self._counts = True
         self.watch.start()
 
     def stop(self) -> None:
         """End the watch. Idempotent."""
+        if self._counts:
+            optimizer_steps.ignore()
+        self._counts = False
         self.watch.stop()
 
     def is_watching(self) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from time import monotonic_ns, time_ns
 
 import pytest
+import torch
 from support.captured_logs import logged
 from support.fake_groups import FakeGroup, info_of
 
@@ -16,6 +17,7 @@ from observability.clocks import ClockOffset, Offset, clock_id
 from observability.entries import Entries, document_of, entries_of
 from observability.flight_recorder import FlightRecorder
 from observability.job.answer import Answer
+from observability.optimizer_steps import optimizer_steps
 from observability.straggler_watch import StragglerCollector, StragglerWatch
 from observability.stragglers import (
     ALPHA,
@@ -233,6 +235,31 @@ def test_the_chance_is_that_of_dealing_at_random() -> None:
     assert chance(0, 6, 3, 4) == 1
 
 
+@pytest.mark.parametrize("stride", [1, 4])
+@pytest.mark.parametrize("buckets", [1, 10])
+def test_buckets_of_a_backward_pass_are_one_occasion(buckets: int, stride: int) -> None:
+    """A rank that delays each step of 100 ms by 15 ms costs 15 %, however many buckets there are."""
+    ledger, seq, now_s = Ledger(), 0, 1.0
+    for step in range(400):
+        called: list[list[tuple[int, int]]] = [[], []]
+        joint: list[tuple[int, int]] = []
+        for bucket in range(buckets):
+            seq += 1
+            if seq % stride == 0:
+                joint.append((seq, step))
+                for rank, late_s in enumerate((0.0, 0.015)):
+                    called[rank].append((seq, int((now_s + 0.085 * bucket / buckets + late_s) * 1e9)))
+        for rank in (0, 1):
+            entries = Entries("w", "world", (0, 1), tuple(called[rank]), stride, joint=tuple(joint))
+            ledger.take(rank, [entries])
+        now_s += 0.1
+    (found,) = ledger.close()
+    assert found.rank == 1
+    assert found.share == pytest.approx(0.15, rel=0.05)
+    assert found.late_s == pytest.approx(0.015, rel=0.05)
+    assert found.operations == pytest.approx(found.span_s / 0.1, rel=0.05)
+
+
 # Entries: times of calls from the recorder
 
 
@@ -252,6 +279,32 @@ def test_entries_tell_when_a_rank_called_what_all_wait_for() -> None:
     (nothing_new,), _ = entries_of(recorder, 1, newest_ns)
     assert nothing_new.called_ns == ()
     assert Entries.of(json.loads(json.dumps(entries.document()))) == entries
+
+
+def test_entries_tell_which_operations_are_waited_for_together() -> None:
+    recorder = FlightRecorder()
+    group = FakeGroup(info_of(0, 2), recorder)
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight])
+    optimizer_steps.watch()
+    try:
+        optimizer.step()
+        by_reducer = group.begin()
+        by_reducer.is_async, by_reducer.code = True, compile("loss.backward()", "train.py", "exec")
+        group.run()  # one that is waited for at once
+        optimizer.step()
+        last = group.begin()
+        last.is_async, last.code = True, by_reducer.code
+    finally:
+        optimizer_steps.ignore()
+    (entries,), _ = entries_of(recorder, 0)
+    (first, step), (second, later) = sorted(entries.joint)
+    assert (first, second, later - step) == (by_reducer.seq, last.seq, 1)
+    assert Entries.of(json.loads(json.dumps(entries.document()))) == entries
+    of_another_line = group.begin()
+    of_another_line.is_async = True
+    (entries,), _ = entries_of(recorder, 0)
+    assert entries.joint == ()
 
 
 def test_a_group_that_was_closed_has_no_stragglers_any_more() -> None:
