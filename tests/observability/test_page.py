@@ -298,6 +298,7 @@ def check_keyboard(page: Page) -> None:
 
 def check_hang_of_two(page: Page) -> None:
     see(page, "#state-title", "The job waits for ranks 1, 2")
+    see(page, "#waits tbody", "ranks 1, 2")
     for culprit in (1, 2):
         see(page, "#verdict", f"rank {culprit} (last seen: all_reduce #")
     assert page.title().endswith("The job waits for ranks 1, 2")
@@ -377,6 +378,7 @@ def test_thousands_of_ranks_fit_on_the_page(browser: str) -> None:
         see(page, "#state-title", "The job waits for ranks 5, 29")
         assert page.title() == "⚠ training: The job waits for ranks 5, 29"
         sync_api.expect(page.locator("#hosts i")).to_have_count(2048)
+        see(page, "#tile-ranks", "0 of 2,048")
         assert page.locator("#hosts i.waited-for").count() == 2
         assert page.locator("#grid thead th").all_inner_texts()[2:6] == ["tp-*", "pp-*", "dp-*", "world"]
         rows = page.locator("#grid tbody tr:not(.pad)")

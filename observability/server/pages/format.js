@@ -18,7 +18,8 @@ export function duration(seconds) {
   return seconds >= 0.9995 ? `${seconds.toFixed(seconds >= 9.995 ? 1 : 2)} s` : scaled(seconds * 1e6, 1000, ["µs", "ms"]);
 }
 
-export const plural = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "s"}`;
+export const grouped = value => value.toLocaleString("en");
+export const plural = (n, word) => `${grouped(n)} ${word}${n === 1 ? "" : "s"}`;
 
 // "0-3,8-16:4" as the server writes sets of ranks.
 export function ranksOf(text) {
@@ -39,6 +40,8 @@ export function ranges(ranks) {
   }
   return parts.join(", ");
 }
+
+export const named = ranks => `rank${ranks.length === 1 ? "" : "s"} ${ranges(ranks)}`;
 
 // Places of a histogram: place p holds durations in (2^(p-1), 2^p] nanoseconds; linear inside.
 export function quantile(places, q) {

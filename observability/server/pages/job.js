@@ -1,6 +1,6 @@
 // The whole job: the banner with the culprit, ranks x groups, operations in flight, errors.
 
-import { duration, plural, ranges, ranksOf } from "./format.js";
+import { duration, grouped, named, plural, ranges, ranksOf } from "./format.js";
 import { showHeat } from "./heat.js";
 import { $, list, setText, table } from "./table.js";
 
@@ -91,7 +91,7 @@ function showGrid(job, works, chosen, choose) {
     return [button, state, ...names.map(name => cellOf(rank, rank.groups.filter(group => columnOf(group) === name), late, broken)), ...(loops ? [stepOf(rank)] : []), rank.main.place,
       `${rank.host}:${rank.pid}`, `${(rank.clock_offset_s * 1e3).toFixed(2)} ± ${(rank.clock_error_s * 1e3).toFixed(2)} ms`];
   }), "No answer yet.");
-  setText($("ranks-note"), `${job.answered} of ${plural(job.world_size, "rank")} answered within ${duration(job.took_s)}`);
+  setText($("ranks-note"), `${grouped(job.answered)} of ${plural(job.world_size, "rank")} answered within ${duration(job.took_s)}`);
 }
 
 function showInFlight(works) {
@@ -103,7 +103,7 @@ function showInFlight(works) {
     const timeout = work.timeout_s === undefined ? "" : ` of ${duration(work.timeout_s)}`;
     return [`${work.op} #${work.seq}`, work.group,
       { text: `${duration(work.age_s)}${timeout}`, tone, part: Math.round(50 * Math.min(1, work.age_s / (work.timeout_s || 60))) / 50 },
-      ranges(work.inside), { text: work.missing.length ? `rank ${ranges(work.missing)}` : "none: data moves", tone: work.missing.length && old ? "bad" : "" },
+      ranges(work.inside), { text: work.missing.length ? named(work.missing) : "none: data moves", tone: work.missing.length && old ? "bad" : "" },
       work.call, work.where];
   }), "Nothing is in flight: no rank waits for another one.");
   const old = works.filter(work => work.age_s > OLD_S).length;
@@ -157,15 +157,15 @@ function judged(job) {
   if (!job.verdict.length) lines.push(...silent.slice(0, 3).map(rank => `rank ${rank.rank}: ${rank.silence}`));
   const at = [...new Set([...culprits, ...silent.map(rank => rank.rank)])];
   if (job.headline) return { sign: "■", tone: job.tone ?? "warn", title: job.headline, lines, at };  // of the launcher
-  if (group?.missing.length) return { sign: "✕", tone: "bad", title: `Group ${group.name} is broken: rank ${ranges(group.culprits)} did not enter ${group.op}${fates && `, ${fates}`}`, lines, at: group.culprits };
+  if (group?.missing.length) return { sign: "✕", tone: "bad", title: `Group ${group.name} is broken: ${named(group.culprits)} did not enter ${group.op}${fates && `, ${fates}`}`, lines, at: group.culprits };
   if (broken.length) return { sign: "✕", tone: "bad", title: `A group is broken on ${ranks(broken)}${fates && `: ${fates}`}`, lines, at: at.length ? at : [broken[0].rank] };
-  if (culprits.length) return { sign: "◀", tone: "bad", title: `The job waits for rank${culprits.length > 1 ? "s" : ""} ${ranges(culprits)}${fates && `: ${fates}`}`, lines, at };
+  if (culprits.length) return { sign: "◀", tone: "bad", title: `The job waits for ${named(culprits)}${fates && `: ${fates}`}`, lines, at };
   if (silent.length) return { sign: "?", tone: "bad", title: `No answer from ${ranks(silent)}${fates && `: ${fates}`}`, lines, at };
   if (lines.length) return { sign: "◷", tone: "warn", title: "Operations wait", lines, at: [] };
-  return { sign: "✓", tone: "good", title: job.world_size === 1 ? "The rank works" : `All ${job.world_size} ranks work`, lines: job.slow_step ? [`Slow: ${job.slow_step}`] : [], at: [] };
+  return { sign: "✓", tone: "good", title: job.world_size === 1 ? "The rank works" : `All ${grouped(job.world_size)} ranks work`, lines: job.slow_step ? [`Slow: ${job.slow_step}`] : [], at: [] };
 }
 
-const ranks = some => `rank${some.length === 1 ? "" : "s"} ${ranges(some.map(rank => rank.rank))}`;
+const ranks = some => named(some.map(rank => rank.rank));
 const withoutAges = text => text.replace(/ for \d+(\.\d+)? s\b/g, "");
 
 function showState(job, look) {
@@ -199,9 +199,9 @@ function showState(job, look) {
 export function showJob(job, chosen, choose, look) {
   const works = inFlight(job), well = job.ranks.filter(rank => rank.state === "ok").length;
   showState(job, look);
-  setText($("tile-ranks"), `${well} of ${job.world_size}`);
+  setText($("tile-ranks"), `${grouped(well)} of ${grouped(job.world_size)}`);
   const others = Object.keys(STATES).slice(1).map(state => [state, job.ranks.filter(rank => rank.state === state).length]).filter(([, n]) => n);
-  setText($("tile-ranks-note"), others.map(([state, n]) => `${n} ${state}`).join(", ") || "none waits");
+  setText($("tile-ranks-note"), others.map(([state, n]) => `${grouped(n)} ${state}`).join(", ") || "none waits");
   showGrid(job, works, chosen, choose);
   showInFlight(works);
   showErrors(job);
