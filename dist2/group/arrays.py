@@ -41,7 +41,7 @@ def as_tensor(value: object, argument: str, written: bool) -> object:
         written: Whether the operation writes to it.
 
     Raises:
-        InvalidUsageError: It is written to and read-only, or DLPack cannot describe it.
+        InvalidUsageError: It is written to and read-only, or torch cannot take it.
     """
     array: Any = value
     if isinstance(value, torch.Tensor) or not hasattr(type(value), "__dlpack__"):
@@ -54,11 +54,19 @@ def as_tensor(value: object, argument: str, written: bool) -> object:
         )
     try:
         return _tensor_of(array)
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+    except (AssertionError, BufferError, RuntimeError, TypeError, ValueError) as error:  # the first: no CUDA
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise InvalidUsageError(
-            f"{argument} is an array ({name}) that torch cannot take ({str(error).splitlines()[0]}): pass a "
-            f"copy with positive strides, a dtype of torch and the byte order of this machine"
+            f"{argument} is an array ({name}) that torch cannot take ({reason}): {_remedy(array)}"
         ) from error
+
+
+def _remedy(array: Any) -> str:
+    device = int(array.__dlpack_device__()[0])
+    if device == _CPU:
+        return "pass a copy with positive strides, a dtype of torch and the byte order of this machine"
+    name = {2: "CUDA", 10: "ROCm"}.get(device, f"DLPack's type {device}")
+    return f"its memory is on a device ({name}): pass a copy in host memory, or install torch's build for it"
 
 
 def _tensor_of(array: Any) -> torch.Tensor:

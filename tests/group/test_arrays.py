@@ -159,6 +159,31 @@ def test_a_read_only_array_is_read_and_never_written() -> None:
     run_ranks(2, body, INPROC)
 
 
+class OnDevice:
+    """An array on a device that this process cannot reach, as cupy's without a GPU."""
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise BufferError
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (self.device, 0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch reaches the device")
+@pytest.mark.parametrize(("device", "name"), [(2, "CUDA"), (10, "ROCm"), (8, "DLPack's type 8")])
+def test_arrays_on_a_device_that_torch_does_not_know_are_refused(device: int, name: str) -> None:
+    with (
+        dist2.new_group("fake", rank=0, world_size=2) as pg,
+        pytest.raises(
+            InvalidUsageError, match=rf"tensor is an array \(OnDevice\) .* on a device \({name}\): pass"
+        ),
+    ):
+        pg.all_reduce(OnDevice(device))
+
+
 def test_arrays_that_torch_cannot_take_are_refused() -> None:
     with dist2.new_group("fake", rank=0, world_size=2) as pg:
         for array in (np.ones(2)[::-1], np.ones(2, ">f4"), np.array(["a"]), np.array([object()])):
