@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 from dist2.group.open_groups import open_groups
 from observability.exposition import BOUNDS, bucket_counts
 from observability.flight_recorder import global_rank
+from observability.job.steps import is_slow
 from observability.metrics import DURATIONS, GroupKey, Metrics, instrument, label_text
 from observability.text_format import Family
 
@@ -107,10 +108,12 @@ class Loop:
         return Times(*(median(values) for values in zip(*map(attrs.astuple, times), strict=True)))
 
     def document(self, most: int) -> dict[str, Any]:
-        """Return the last steps as plain data, for other ranks."""
+        """Return the last steps, and the last slow ones, as plain data for other ranks."""
+        kept, typical = list(self.latest), self.typical()
+        slow = [each for each in kept if is_slow(each.times.step_s, typical.step_s)]
         return {
             "name": self.name,
-            "typical": attrs.asdict(self.typical()),
+            "typical": attrs.asdict(typical),
             "latest": [
                 {
                     "number": step.number,
@@ -121,7 +124,8 @@ class Loop:
                         for key, (inside, waited) in step.groups.items()
                     },
                 }
-                for step in list(self.latest)[-most:]
+                for step in kept
+                if step in kept[-most:] or step in slow[-most:]
             ],
         }
 

@@ -1,4 +1,4 @@
-"""The rank that caused a slow step of the job, and the part of the step: a function of the ranks' answers.
+"""The rank that caused a slow step of the job, and the part of the step: functions of the ranks' answers.
 
 Ranks of one job wait for each other, so a slow step is slow on all of them. The rank that caused it is the
 one whose own time, which is the step without waiting for others, exceeds its usual own time most.
@@ -6,6 +6,7 @@ one whose own time, which is the step without waiting for others, exceeds its us
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -51,13 +52,21 @@ class _Part:
 
 
 def slow_step(answers: Answers) -> str | None:
-    """Return a sentence about the last step of the job; None if it took as long as usual."""
-    parts = _parts_of_the_last_step(answers)
-    if not parts:
-        return None
+    """Return a sentence about the last slow step that ranks tell; None if all took as long as usual."""
+    sentences = (_sentence(parts) for parts in _steps(answers))
+    return next((sentence for sentence in sentences if sentence), None)
+
+
+def is_slow(took_s: float, usual_s: float) -> bool:
+    """Return whether a step took much longer than usual."""
+    return took_s >= SLOW * usual_s and took_s - usual_s >= LEAST_S
+
+
+def _sentence(parts: list[_Part]) -> str | None:
+    """Return a sentence about a step; None if it took as long as usual."""
     took_s = max(part.step["step_s"] for part in parts)
     usual_s = max(part.usual["step_s"] for part in parts)
-    if took_s < SLOW * usual_s or took_s - usual_s < LEAST_S:
+    if not is_slow(took_s, usual_s):
         return None
     begin = f"step {parts[0].step['number']} took {_time(took_s)} instead of {_time(usual_s)}"
     cause = max(parts, key=lambda part: part.more_s)
@@ -69,19 +78,18 @@ def slow_step(answers: Answers) -> str | None:
     return f"{begin}: {cause.sentence()}{others if waited is not cause and group else ''}"
 
 
-def _parts_of_the_last_step(answers: Answers) -> list[_Part]:
-    """Return the last step that all ranks have ended; none where they count different ones."""
+def _steps(answers: Answers) -> Iterator[list[_Part]]:
+    """Yield the steps that all ranks tell, the last one first; none where their loops differ."""
     loops: dict[int, Any] = {}
     for rank, answer in answers.items():
         if answer.state is not None and answer.state.get("steps"):
             loops[rank] = answer.state["steps"][0]
     if len({loop["name"] for loop in loops.values()}) != 1:
-        return []
+        return
     by_number = {rank: {step["number"]: step for step in loop["latest"]} for rank, loop in loops.items()}
-    number = max(set.intersection(*map(set, by_number.values())), default=0)
-    if number <= USUAL_STEPS:
-        return []
-    return [_Part(rank, by_number[rank][number], loop["typical"]) for rank, loop in loops.items()]
+    for number in sorted(set.intersection(*map(set, by_number.values())), reverse=True):
+        if number > USUAL_STEPS:
+            yield [_Part(rank, by_number[rank][number], loop["typical"]) for rank, loop in loops.items()]
 
 
 def _own_s(times: State) -> float:
