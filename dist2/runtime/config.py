@@ -73,6 +73,7 @@ class Config:
         operation_log: ``DIST2_OPERATION_LOG``: folder to which each process logs its operations. None: off.
         operation_log_bytes: ``DIST2_OPERATION_LOG_BYTES``: size of the files of a process there; at least
             `LEAST_LOG_BYTES`.
+        dump_every_s: ``DIST2_DUMP_EVERY``: it does so again and again, with pauses of so many seconds.
         waiting_s: ``DIST2_WAITING``: an operation that takes longer counts as waiting for other ranks where a
             control plane runs, in seconds.
         control_plane: ``DIST2_CONTROL_PLANE``: starts the control plane with the first group: ``1``, an
@@ -105,6 +106,7 @@ class Config:
     recorder_size: int = DEFAULT_RECORDER_SIZE
     dump: str | None = None
     dump_signal: str | None = None
+    dump_every_s: float | None = None
     operation_log: str | None = None
     operation_log_bytes: int = DEFAULT_LOG_BYTES
     waiting_s: float = DEFAULT_WAITING_S
@@ -146,6 +148,7 @@ class Config:
             ),
             dump=get("DIST2_DUMP"),
             dump_signal=_signal(environment, "DIST2_DUMP_SIGNAL"),
+            dump_every_s=_positive(environment, "DIST2_DUMP_EVERY", None),
             operation_log=get("DIST2_OPERATION_LOG"),
             operation_log_bytes=int(
                 max(_positive(environment, "DIST2_OPERATION_LOG_BYTES", DEFAULT_LOG_BYTES), LEAST_LOG_BYTES)

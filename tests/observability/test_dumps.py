@@ -131,6 +131,26 @@ def test_a_signal_writes_a_dump_and_calls_the_handler_before(
         signal.signal(signal.SIGUSR2, former)
 
 
+def test_each_period_replaces_the_dumps(recorder: FlightRecorder, tmp_path: Path) -> None:
+    path = tmp_path / "flight_0"
+    stop = dump_on(tmp_path / "flight_{rank}", every_s=0.05, recorder=recorder)
+    try:
+        assert pickle.loads(wait_for(path))["entries"] == []
+
+        def body(pg: ProcessGroup) -> None:
+            for _ in range(3):
+                pg.barrier()
+
+        run_ranks(1, body, INPROC)
+        end = time.monotonic() + 20
+        while len(pickle.loads(path.read_bytes())["entries"]) < 3:
+            assert time.monotonic() < end, "it is never written again"
+            time.sleep(0.01)
+    finally:
+        stop()
+    assert not [each for each in threading.enumerate() if each.name == "dist2-dumps"]
+
+
 def test_a_dump_that_cannot_be_written_is_logged_and_breaks_nothing(
     recorder: FlightRecorder, tmp_path: Path
 ) -> None:
@@ -160,6 +180,8 @@ def test_bad_arguments_are_named(tmp_path: Path) -> None:
         dump_on(7)  # type: ignore[arg-type]  # wrong
     with pytest.raises(InvalidUsageError, match=f"signal_number={signal.SIGKILL.value}"):
         dump_on(tmp_path / "dump", signal_number=signal.SIGKILL.value)
+    with pytest.raises(InvalidUsageError, match="every_s must be positive, got 0"):
+        dump_on(tmp_path / "dump", every_s=0)
     raised: list[str] = []
 
     def elsewhere() -> None:
@@ -175,10 +197,10 @@ def test_bad_arguments_are_named(tmp_path: Path) -> None:
 
 
 def test_the_environment_can_ask_for_dumps(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, int | None]] = []
+    asked: list[tuple[str, int | None, float | None]] = []
 
-    def record(path: str, signal_number: int | None = None) -> None:
-        asked.append((path, signal_number))
+    def record(path: str, signal_number: int | None = None, every_s: float | None = None) -> None:
+        asked.append((path, signal_number, every_s))
 
     monkeypatch.setattr(dumps, "dump_on", record)
     with logged() as lines:
@@ -186,5 +208,10 @@ def test_the_environment_can_ask_for_dumps(monkeypatch: pytest.MonkeyPatch) -> N
         dumps.from_settings(None, "USR1")
         dumps.from_settings("d/{rank}", None)
         dumps.from_settings("d/{rank}", "USR1")
-    assert asked == [("d/{rank}", None), ("d/{rank}", signal.SIGUSR1)]
-    assert [each["event"] for each in lines] == ["DIST2_DUMP_SIGNAL=USR1 has no effect without DIST2_DUMP"]
+        dumps.from_settings(None, None, 60.0)
+        dumps.from_settings("d/{rank}", None, 60.0)
+    assert asked == [("d/{rank}", None, None), ("d/{rank}", signal.SIGUSR1, None), ("d/{rank}", None, 60.0)]
+    assert [each["event"] for each in lines] == [
+        "DIST2_DUMP_SIGNAL=USR1 has no effect without DIST2_DUMP",
+        "DIST2_DUMP_EVERY=60.0 has no effect without DIST2_DUMP",
+    ]
