@@ -30,6 +30,7 @@ def handle_of(x: torch.Tensor, pg: ProcessGroup) -> str:
 
     Raises:
         InvalidUsageError: ``x`` is no tensor, or ``pg`` no group of dist2.
+        Dist2Error: The group is closed.
     """
     if torch.compiler.is_compiling():
         return f"*/{pg.size()} {pg.group_name}"
@@ -41,6 +42,7 @@ def handle_of(x: torch.Tensor, pg: ProcessGroup) -> str:
     if not isinstance(x, torch.Tensor):
         remedy = ": pass torch.from_dlpack(x)" if hasattr(x, "__dlpack__") else ""
         raise ArgumentTypeError(f"x must be a tensor, got {x!r} ({type(x).__name__}){remedy}")
+    pg._runner.check_open()  # operators find groups by name, and could not tell why one is gone
     return f"{pg.info.rank}/{pg.info.world_size} {pg.info.name}"
 
 

@@ -105,7 +105,10 @@ class Reduction:
             return _BY_NAME[member.name] if multiplier is None else premul_sum(multiplier)
         if isinstance(op, ReduceOp.RedOpType) and op.name in _BY_NAME:
             return _BY_NAME[op.name]
-        raise ArgumentTypeError(f"{argument} must be a ReduceOp, got {op!r} ({type(op).__name__})")
+        raise ArgumentTypeError(
+            f"{argument} must be a ReduceOp, got {op!r} ({type(op).__name__}): pass one such as "
+            f"dist2.ReduceOp.SUM, or dist2.premul_sum(factor)"
+        )
 
 
 AnyReduceOp = ReduceOp | ReduceOp.RedOpType | Reduction

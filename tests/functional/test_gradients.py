@@ -167,7 +167,7 @@ def test_torch_func() -> None:
         (lambda f, x, pg: f.all_reduce([1.0], pg), "x must be a tensor, got [1.0] (list)"),
         (lambda f, x, pg: f.all_reduce(x.numpy(), pg), "(ndarray): pass torch.from_dlpack(x)"),
         (lambda f, x, pg: f.all_reduce(x, "world"), "pg must be a dist2.ProcessGroup, got 'world' (str)"),
-        (lambda f, x, pg: f.all_reduce(x, pg, "sum"), "op must be a ReduceOp, got 'sum' (str)"),
+        (lambda f, x, pg: f.all_reduce(x, pg, "sum"), "op must be a ReduceOp, got 'sum' (str): pass"),
         (lambda f, x, pg: f.broadcast(x, pg, 9), "root"),
         (lambda f, x, pg: f.all_gather(x, pg, sizes=[6]), "sizes must have one entry for each of 2 ranks"),
         (lambda f, x, pg: f.all_gather(x, pg, sizes=[1, 1]), "is 1 rows, but x has 6"),
@@ -191,5 +191,7 @@ def test_wrong_arguments_are_named(call: Callable[..., Any], words: str) -> None
 def test_a_backward_pass_after_the_end_of_the_group() -> None:
     with dist2.new_group("socket", store=dist2.HashStore(), rank=0, world_size=1, name="short") as pg:
         y = functional.all_reduce(torch.ones(2, requires_grad=True), pg)
+    with pytest.raises(dist2.GroupAbortedError, match="'short' was shut down in this process"):
+        functional.all_reduce(torch.ones(2), pg)
     with pytest.raises(InvalidUsageError, match="no open group of this process has the name 'short'"):
         y.sum().backward()
