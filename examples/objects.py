@@ -6,6 +6,7 @@ torchrun --nproc-per-node=2 examples/objects.py     # or alone: python examples/
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,6 +39,16 @@ def main() -> None:
         pg.recv(received, src=(rank - 1) % size, timeout=5)  # overrides the group's limit
         sending.wait()
         assert received.item() == (rank - 1) % size
+
+        calls = list[str]()
+
+        def note(operation: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+            calls.append(operation.describe())  # an exception here would refuse the call on all ranks
+
+        remove = pg.register_pre_hook(note)
+        pg.all_reduce(total, dist2.ReduceOp.AVG)
+        remove()
+        assert calls[0].startswith("all_reduce(float32[4], op=avg)")
 
         try:
             pg.broadcast(total, root=size)
