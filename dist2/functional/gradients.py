@@ -124,6 +124,8 @@ def _differentiable(
             result = operator.called(*arguments, torch.empty(0))
         else:  # torch traces the backward pass
             result = operator.in_backward(*arguments, torch.empty(0))
+            if result.numel() == 0:  # nothing is computed from it, so the graph would drop the call
+                result = operator.called(*arguments, torch.empty(0))
         return result
 
     for each in (operator.called, operator.in_backward):
@@ -234,7 +236,7 @@ def _setup_scatter(ctx: Any, inputs: tuple[Any, ...], output: Grad) -> None:
 def _scatter(ctx: Any, grad: Grad) -> tuple[Grad | None, ...]:
     whole = gather(grad, ctx.root, ctx.rank, ctx.group)
     if ctx.rank != ctx.root:  # its input had no effect
-        whole = grad.new_zeros(ctx.shape) + whole.sum()  # keeps the gather in a compiled graph
+        whole = grad.new_zeros(ctx.shape) + whole.sum()  # second derivatives pass through the gather
     return whole, None, None, None, None
 
 

@@ -10,7 +10,7 @@ torch may drop an operator from a graph if nothing uses its result, and merge tw
 graphs of other ranks may differ: they would wait for the missing call, or get the message of another. So
 operators are declared to have a side effect, and in a graph each call has a ``mark``: an empty tensor of its
 own, the result of an operator that torch never merges. Backward passes are made of operators without a side
-effect, as torch may move others into the forward pass; the formulas use all their results.
+effect, as torch may move others into the forward pass; the formulas use all results that have elements.
 """
 
 from __future__ import annotations

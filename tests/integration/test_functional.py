@@ -129,6 +129,38 @@ def test_compiled_calls_remain_even_if_unused_or_equal(run: Run) -> None:
     run(_different_graphs)
 
 
+def _empty_gradients(pg: ProcessGroup) -> None:
+    pure = list[str]()
+
+    def backward(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        pure.extend(
+            str(node.target)
+            for node in graph.graph.nodes
+            if "dist2" in str(node.target) and not node.is_impure() and node.meta["val"].numel() == 0
+        )
+        return boxed_nop(graph, inputs)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        mine = x if pg.rank() == 0 else x[:0]
+        return functional.scatter(x, pg, 0) + functional.all_to_all(
+            mine, pg, [2, 0], [2, 2] if len(mine) else [0, 0]
+        )
+
+    with quiet(), compiling():
+        partition = min_cut_rematerialization_partition
+        backend = aot_autograd(fw_compiler=boxed_nop, bw_compiler=backward, partition_fn=partition)
+        compiled: Any = torch.compile(step, backend=backend, fullgraph=True)
+        torch.testing.assert_close(
+            forward_and_backward(compiled, pg.rank()), forward_and_backward(step, pg.rank())
+        )
+        assert not pure
+        torch._dynamo.reset()
+
+
+def test_calls_without_elements_remain_in_compiled_backward_passes(run: Run) -> None:
+    run(_empty_gradients)
+
+
 def _checkpointed(pg: ProcessGroup) -> None:
     def layer(x: torch.Tensor) -> torch.Tensor:
         return functional.all_reduce(x.sin(), pg).cos()
