@@ -388,9 +388,9 @@ def test_thousands_of_ranks_fit_on_the_page(browser: str) -> None:
         see(page, "#grid tbody", "node-255:6047")
         assert rows.count() < 100
         page.select_option("#shade", "wait")
-        see(page, "#map-scale", "0 % (light) to 37 % (dark)")
+        see(page, "#map-scale", "0 % (faint) to 37 % (strong)")
         page.select_option("#shade", "late")
-        see(page, "#map-scale", "4.00 ms (light)")
+        see(page, "#map-scale", "4.00 ms (faint)")
         page.locator("#hosts i[data-rank='21']").click()
         see(page, "#charts-title", "of rank 21")
         check_accessible(page)

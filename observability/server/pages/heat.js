@@ -23,7 +23,7 @@ function shaded(job, measure) {
   const values = job.ranks.map(rank => rank.state === "silent" ? undefined : measure.of(rank));
   const known = values.filter(value => value !== undefined), low = Math.min(...known), high = Math.max(...known);
   const level = value => high > low ? Math.min(SHADES - 1, Math.floor(SHADES * (value - low) / (high - low))) : 0;
-  setText($("map-scale"), known.length ? `${measure.text(low)} (light) to ${measure.text(high)} (dark)` : "no rank has told it");
+  setText($("map-scale"), known.length ? `${measure.text(low)} (faint) to ${measure.text(high)} (strong)` : "no rank has told it");
   return values.map(value => value === undefined ? ["none", "unknown"] : [`h${level(value)}`, measure.text(value)]);
 }
 
