@@ -254,9 +254,8 @@ def _setup_send(ctx: Any, inputs: tuple[Any, ...], output: Grad) -> None:
 
 
 def _send(ctx: Any, grad: Grad) -> tuple[Grad | None, ...]:
-    like = grad.expand(
-        ctx.shape
-    )  # zeros would not depend on the gradient: graphs would receive in the forward pass
+    # Only its shape counts. Zeros would not depend on the gradient: graphs would receive in the forward pass.
+    like = grad.expand(ctx.shape)
     return recv(like, ctx.dst, ctx.tag, ctx.group), None, None, None
 
 

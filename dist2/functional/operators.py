@@ -30,7 +30,13 @@ Mark = torch.Tensor | None
 
 @attrs.frozen
 class Operator:
-    """An operator, and the same without a side effect, for backward passes in graphs."""
+    """An operator, and the same without a side effect, for backward passes in graphs.
+
+    Args:
+        name: Its name in ``torch.ops.dist2``.
+        called: Programs call it; a graph keeps it.
+        in_backward: Named ``{name}_in_backward``; a graph drops it if nothing uses its result.
+    """
 
     name: str
     called: CustomOpDef
