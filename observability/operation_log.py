@@ -15,6 +15,7 @@ cut off lacks columns, and is skipped.
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import logging
 import os
@@ -74,15 +75,14 @@ class Segments:
         Raises:
             OSError: They cannot be written.
         """
-        offset_ns = time.time_ns() - time.monotonic_ns()
-        fresh = [each for each in dict.fromkeys(op.signature for op in operations) if each not in self._calls]
-        if self._files is None or (self._size > self._segment_bytes):
+        if self._files is None or self._size > self._segment_bytes:
             self._next()
-            fresh = list(dict.fromkeys(op.signature for op in operations))
-        first = len(self._calls)
-        self._calls.update((signature, first + index) for index, signature in enumerate(fresh))
-        rows = [_row(operation, self._calls[operation.signature], offset_ns) for operation in operations]
-        self._append("".join(_call_row(self._calls[each], each) for each in fresh), "".join(rows))
+        offset_ns, known = time.time_ns() - time.monotonic_ns(), self._calls
+        fresh = [each for each in dict.fromkeys(op.signature for op in operations) if each not in known]
+        calls = known | {each: len(known) + index for index, each in enumerate(fresh)} if fresh else known
+        rows = [_row(operation, calls[operation.signature], offset_ns) for operation in operations]
+        self._append("".join(_call_row(calls[each], each) for each in fresh), "".join(rows))
+        self._calls = calls  # which are in the file by now
 
     def lost(self, count: int) -> None:
         """Append a row that counts lost operations.
@@ -105,16 +105,17 @@ class Segments:
         for file, text in zip(self._files, (calls, operations), strict=True):  # no row before its call
             data = text.encode(errors="replace")
             if data:
-                file.write(data)
-                self._size += len(data)
+                written = file.write(data)
+                self._size += written
+                if written != len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
 
     def _next(self) -> None:
         """Begin a segment; remove the oldest one."""
         self.close()
-        self._number += 1
-        self._size, self._calls = 0, {}
-        paths = self._paths(self._number)
-        self._files = paths[0].open("ab", buffering=0), paths[1].open("ab", buffering=0)
+        calls, operations = self._paths(self._number + 1)
+        self._files = calls.open("ab", buffering=0), operations.open("ab", buffering=0)
+        self._number, self._size, self._calls = self._number + 1, 0, {}
         for path in self._paths(self._number - SEGMENTS):
             path.unlink(missing_ok=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,6 +113,29 @@ def test_operations_that_cannot_be_written_are_lost(logging: OperationLog, tmp_p
         logging.flush()
     assert logging.lost == 1
     assert "operations cannot be logged in" in records[0]["event"]
+
+
+def test_after_a_failed_write_later_operations_have_their_calls(
+    logging: OperationLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = FakeGroup(info_of(), logging)
+    before, later = group.signature(), group.signature(OpKind.BARRIER, metas())
+    group.run(before)
+    logging.flush()
+    with monkeypatch.context() as full:
+        full.setattr(operation_log, "_call_row", refuse)
+        group.run(later)
+        logging.flush()
+    group.run(later)
+    logging.flush()
+    rows = ask(tmp_path / "it's a log", "select op, seq from operations order by seq")
+    assert rows == [{"op": "all_reduce", "seq": 1}, {"op": "barrier", "seq": 3}]
+    assert logging.lost == 1
+
+
+def refuse(call: int, signature: object) -> str:
+    """Fail as a full disk does."""
+    raise OSError(errno.ENOSPC, "no space")
 
 
 def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
