@@ -190,17 +190,17 @@ class Poller:
             interrupted: Whether to give up at once.
             spins: Whether to look for data before sleeping; otherwise the thread sleeps at once.
         """
-        wakeful = Spinning(self.spins if spins else 0, self.crowd)
+        wakeful, looked = Spinning(self.spins if spins else 0, self.crowd), False
         while not done():
             if interrupted() or self.closed:
                 return False
             if ctrl_c.pending:
                 ctrl_c.look()
-            self._called_ns = now = monotonic_ns()
+            self._called_ns = now = self.crowd.give_way() if looked else monotonic_ns()
             if now >= deadline_ns:
                 return False
-            left_s = (deadline_ns - now) / 1e9
-            if not self.play(self._poll, False, left_s, wakeful.at(now)):
+            left_s, looked = (deadline_ns - now) / 1e9, wakeful.at(now)
+            if not self.play(self._poll, False, left_s, looked):
                 self._wait_for_role(done, left_s)
         return True
 
@@ -212,11 +212,8 @@ class Poller:
             self.progress(0, _BORROW_NS)
         else:
             self._looks += 1
-            if not self._rounds.borrows:
-                self.crowd.give_way()
-                if self._looks % RING_ROUNDS and self._rings.readers:
-                    return True
-            self.progress(0, _BORROW_NS)
+            if self._rounds.borrows or not (self._looks % RING_ROUNDS and self._rings.readers):
+                self.progress(0, _BORROW_NS)
         return True
 
     def _wait_for_role(self, done: Callable[[], bool], left_s: float) -> None:

@@ -12,7 +12,7 @@ from dist2.backends.socket.transport.messages.comparison import Comparison
 from dist2.backends.socket.transport.messages.courier import Courier
 from dist2.backends.socket.transport.messages.credit import FRAME_COST, REPORTED_BYTES
 from dist2.backends.socket.transport.messages.loans import Borrowed
-from dist2.backends.socket.transport.messages.mailbox import Arrived, Mailbox
+from dist2.backends.socket.transport.messages.mailbox import Arrived, Mailbox, key_of
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.backends.socket.transport.messages.transfer import Receiving
 from dist2.backends.socket.transport.raw import address_of
@@ -117,7 +117,7 @@ class Delivery:
         """Return the memory of the receive that is posted for a message, if one is."""
         if mailbox.fault is not None:
             return None
-        receiving = mailbox.match(Arrived(header, peer).key)
+        receiving = mailbox.match(key_of(header, peer))
         if receiving is None:
             self._comparison.contradiction(mailbox, peer, header)
             return None

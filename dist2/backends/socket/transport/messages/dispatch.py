@@ -66,10 +66,6 @@ class Dispatch:
         refusal = self._refusal(mailbox, sending.peer)
         if refusal is None and sending.tagged and mailbox.aborters:  # its receiver may never come
             refusal = aborted_error(mailbox)
-        elif refusal is None:
-            refusal = self._unreachable(mailbox, sending.peer, sending.tagged)
-            if isinstance(refusal, PeerLostError):
-                self._presence.cut_off(mailbox.fabric_ids[sending.peer], str(refusal.__cause__))
         if refusal is not None:
             self._outcomes.finish(sending, refusal)
         elif sending.peer == mailbox.rank:
@@ -87,13 +83,15 @@ class Dispatch:
         if arrived is not None:
             self._delivery.deliver(mailbox, arrived, receiving)
             return
-        refusal = self._refusal(mailbox, receiving.peer)
-        if refusal is None:
-            refusal = self._unreachable(mailbox, receiving.peer, receiving.tagged)
-            if isinstance(refusal, PeerLostError):
+        peer, refusal = receiving.peer, self._refusal(mailbox, receiving.peer)
+        if refusal is None and peer not in (ANY_SOURCE, mailbox.rank):
+            try:
+                self._courier.reach(mailbox, peer)  # its end is noticed then
+            except PeerLostError as error:
                 # Its earlier messages may still arrive; if not, the receive fails in a moment.
-                self._presence.suspect(mailbox.fabric_ids[receiving.peer], str(refusal.__cause__))
-                return
+                self._presence.suspect(mailbox.fabric_ids[peer], str(error))
+            except ResourceError as error:
+                refusal = _lacking(mailbox.names([peer]), error, receiving.tagged)
         if refusal is not None:
             mailbox.forget(receiving)
             self._outcomes.finish(receiving, refusal)
@@ -110,24 +108,11 @@ class Dispatch:
             return left_error(mailbox, sorted(mailbox.left))
         return None
 
-    def _unreachable(self, mailbox: Mailbox, peer: int, tagged: bool) -> Dist2Error | None:
-        """See to a link to a member, whose end is then noticed; return why there can be none."""
-        if peer < 0 or peer == mailbox.rank:
-            return None
-        try:
-            self._courier.reach(mailbox, peer)
-        except PeerLostError as error:
-            refusal = self._unreached(mailbox, peer, error)
-            refusal.__cause__ = error
-            return refusal
-        except ResourceError as error:
-            return _lacking(mailbox.names([peer]), error, tagged)
-        return None
-
     def _send(self, mailbox: Mailbox, sending: Sending) -> None:
         try:
             link = self._courier.reach(mailbox, sending.peer)
-        except PeerLostError as error:  # it went while the message waited for credit
+        except PeerLostError as error:
+            self._presence.cut_off(mailbox.fabric_ids[sending.peer], str(error))
             self._outcomes.finish(sending, mailbox.fault or self._unreached(mailbox, sending.peer, error))
             return
         except ResourceError as error:

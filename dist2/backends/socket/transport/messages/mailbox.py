@@ -29,6 +29,13 @@ REASON_BYTES = 1000
 """Bytes of an error's text that are sent to others."""
 
 
+def key_of(header: Header, peer: int) -> Key:
+    """Return the key of a message by its first frame and its sender's group rank."""
+    if header.flags & TAGGED:
+        return (True, peer, 0, header.tag)
+    return (False, peer, header.seq, header.tag)
+
+
 @attrs.define(eq=False)
 class Arrived:
     """A message that arrived before its receive.
@@ -53,9 +60,7 @@ class Arrived:
 
     @property
     def key(self) -> Key:
-        header = self.header
-        tagged = bool(header.flags & TAGGED)
-        return (tagged, self.peer, 0 if tagged else header.seq, header.tag)
+        return key_of(self.header, self.peer)
 
     @property
     def cost(self) -> int:
@@ -244,14 +249,15 @@ class Mailbox:
         """Return the receive posted first that takes a message of this key, and forget it."""
         if not key[0]:
             self.calls.note_called(key[1], key[2])
-        keys = [key, (True, ANY_SOURCE, 0, key[3])] if key[0] else [key]
-        queues = [(queue, each) for each in keys if (queue := self._posted.get(each))]
-        if not queues:
+        queue = self._posted.get(key)
+        from_any = self._posted.get(any_key := (True, ANY_SOURCE, 0, key[3])) if key[0] else None
+        if from_any and not (queue and queue[0].number < from_any[0].number):
+            key, queue = any_key, from_any
+        if queue is None:
             return None
-        queue, found = min(queues, key=lambda pair: pair[0][0].number)
         receiving = queue.popleft()
         if not queue:
-            del self._posted[found]
+            del self._posted[key]
         return receiving
 
     def keep(self, arrived: Arrived) -> None:
