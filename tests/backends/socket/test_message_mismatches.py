@@ -1,9 +1,12 @@
-"""Random programs of messages, one of which does not fit: both sides name the calls of that message."""
+"""Messages that do not fit: both sides name the calls of that message. Also in random programs."""
 
 from __future__ import annotations
 
 import random
+import re
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import attrs
@@ -11,7 +14,7 @@ import pytest
 import torch
 from support.ranks import Tenant, run_ranks
 
-from dist2 import Dist2Error, MismatchError, ProcessGroup
+from dist2 import Dist2Error, MismatchError, OperationTimeoutError, ProcessGroup
 
 TENANTS = (
     Tenant("inproc", "socket", {"transport": "inproc"}),
@@ -112,3 +115,39 @@ def test_both_sides_name_the_calls_of_the_message_that_does_not_fit(tenant: Tena
     other = errors[3 - wrong.src - wrong.dst]
     assert isinstance(other, MismatchError), errors
     assert other.calls[wrong.dst].op == "recv" and other.calls[wrong.src].op == "send"
+
+
+def _timeout_of(call: Callable[[], object], both_have_ended: threading.Barrier) -> str:
+    with pytest.raises(OperationTimeoutError) as raised:
+        call()
+    both_have_ended.wait(20)  # the other would see that this rank leaves
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_two_ranks_that_both_send_first_see_the_send_of_the_other(transport: str) -> None:
+    both_have_ended = threading.Barrier(2)
+
+    def body(pg: ProcessGroup) -> str:
+        send = partial(pg.send, torch.ones(1_000_000), 1 - pg.rank(), timeout=0.5)
+        return _timeout_of(send, both_have_ended)
+
+    texts = run_ranks(2, body, Tenant(transport, "socket", {"transport": transport}))
+    for rank, text in enumerate(texts):
+        assert re.search(rf"rank {1 - rank}: send\((float32\[1000000\], )?peer={rank}, tag=0\)", text), text
+    assert any("has posted no recv; if each sends first, one must use isend" in text for text in texts)
+
+
+def test_a_receive_with_another_tag_sees_the_message_that_came() -> None:
+    both_have_ended = threading.Barrier(2)
+
+    def body(pg: ProcessGroup) -> str:
+        data = torch.ones(1_000_000)
+        if pg.rank():
+            return _timeout_of(partial(pg.recv, data, 0, tag=7, timeout=0.5), both_have_ended)
+        return _timeout_of(partial(pg.send, data, 1, tag=5, timeout=2.0), both_have_ended)
+
+    sent, received = run_ranks(2, body, TENANTS[1])
+    assert "rank 0: send(float32[1000000], peer=1, tag=5)" in received
+    assert "for which this rank has posted no recv" in received
+    assert "rank 1: no operation that this rank knows of" in sent

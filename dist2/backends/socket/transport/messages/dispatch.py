@@ -158,7 +158,7 @@ class Dispatch:
             for message in mailbox.pending():
                 if message.deadline_ns < now:
                     missing = [message.source] if message.source >= 0 else []
-                    error = overdue(mailbox.calls, missing, False, self._linkage.shortage())
+                    error = overdue(mailbox, missing, False, self._linkage.shortage())
                     mailbox.note_reason(error)
                     self.cancel(mailbox, message, error)
 

@@ -280,10 +280,10 @@ class FabricEndpoint(Endpoint):
         """
         calls, shortage = self._mailbox.calls, self._fabric.linkage.shortage()
         if peers is not None:
-            return overdue(calls, peers, False, shortage)
+            return overdue(self._mailbox, peers, False, shortage)
         beyond = {rank for rank, seq in enumerate(calls.latest_seen()) if seq > calls.latest}
         held_up = set(range(self.world_size)) - beyond - {self.rank}
-        return overdue(calls, held_up, True, shortage)
+        return overdue(self._mailbox, held_up, True, shortage)
 
     def wake(self) -> None:
         """Have a thread that waits look again."""
@@ -300,7 +300,7 @@ class FabricEndpoint(Endpoint):
         tagged = all(isinstance(each, Message) and each.tagged for each in transfers)
         error = mailbox.aborted or mailbox.fault
         if error is None:
-            error = overdue(mailbox.calls, waited_for, not tagged, self._fabric.linkage.shortage())
+            error = overdue(mailbox, waited_for, not tagged, self._fabric.linkage.shortage())
         mailbox.note_reason(error)
         self.cancel(transfers)
         if mailbox.aborted is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from dist2.backends.socket.transport.messages.calls import Called, Calls
+from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.errors import MismatchError, OperationTimeoutError, ResourceError
 from dist2.operation.description import Call, describe_calls, describe_difference
 from dist2.runtime.rank_names import RankNames
@@ -68,21 +69,42 @@ def mismatch(
 
 
 def overdue(
-    calls: Calls, waited_for: Collection[int], collective: bool, shortage: ResourceError | None
+    mailbox: Mailbox, waited_for: Collection[int], collective: bool, shortage: ResourceError | None
 ) -> OperationTimeoutError:
     """Return the error of an expired wait: the missing ranks, and the last known operation of each.
 
     Args:
+        mailbox: The group.
         waited_for: Group ranks of the messages that did not come through.
         collective: They belong to this rank's last collective. Then the members that are not known to have
             called it are missing, or, if there are none, the senders of the missing messages.
         shortage: See `absence`.
     """
-    missing = sorted(waited_for)
+    calls, missing = mailbox.calls, sorted(waited_for)
     if collective and calls.begun:
         seq = calls.latest
         missing = [rank for rank, latest in enumerate(calls.latest_seen()) if latest < seq] or missing
-    return absence(missing, last_seen(calls, missing), calls.names, shortage)
+    seen = last_seen(calls, missing)
+    if not collective:
+        seen = {rank: _last_sent(mailbox, rank) or _known(words) for rank, words in seen.items()}
+    return absence(missing, seen, calls.names, shortage)
+
+
+def _known(words: str) -> str:
+    """Return the last known operation of a member which may be in a message, in words."""
+    return "no operation that this rank knows of" if words == NO_OPERATION else words
+
+
+def _last_sent(mailbox: Mailbox, rank: int) -> str:
+    """Return the message of a member that waits for its receive here, or the last one known, in words."""
+    calls = [call for (sender, _), call in mailbox.calls.introduced.items() if sender == rank]
+    arrived = mailbox.first_unreceived(rank)
+    if arrived is None:
+        return calls[-1].text if calls else ""
+    tag = arrived.header.tag
+    call = mailbox.calls.introduced.get((rank, arrived.header.fingerprint))
+    sent = f"send(peer={mailbox.rank}, tag={tag})" if call is None else call.with_tag(tag).text
+    return f"{sent}, for which this rank has posted no recv; if each sends first, one must use isend"
 
 
 def last_seen(calls: Calls, ranks: Iterable[int]) -> dict[int, str]:

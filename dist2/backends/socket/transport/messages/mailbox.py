@@ -240,6 +240,13 @@ class Mailbox:
         """Whether a point-to-point message of a tag is here."""
         return bool(self._arrived) and any(key[0] and key[3] == tag for key in list(self._arrived))
 
+    def first_unreceived(self, rank: int) -> Arrived | None:
+        """Return the oldest point-to-point message of a member that waits for its receive."""
+        waiting = [
+            queue[0] for key, queue in list(self._arrived.items()) if key[0] and key[1] == rank and queue
+        ]
+        return min(waiting, key=lambda arrived: arrived.order, default=None)
+
     @property
     def is_quiet(self) -> bool:
         """Whether nothing is pending that needs the poller."""
