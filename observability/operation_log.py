@@ -141,6 +141,7 @@ class OperationLog:
         self._most_bytes = most_bytes
         self._ended: deque[Operation] = deque()
         self._owner = 0
+        self._fails = False
         self.lost = 0
         # In place of the methods below, without a frame of Python: they are called in every operation.
         self.operation_started = id  # type: ignore[method-assign, assignment]  # in place of the method
@@ -207,10 +208,13 @@ class OperationLog:
 
     def _written(self, operations: list[Operation]) -> int:
         """Write some operations; return how many could not be written."""
+        failed, self._fails = self._fails, False
         try:
             self._segments.write(operations)
         except OSError as error:
-            log.warning("operations cannot be logged in %s: %s", self._folder, error)
+            self._fails = True
+            if not failed:  # else it has been said
+                log.warning("operations cannot be logged in %s: %s", self._folder, error)
             return len(operations)
         return 0
 
