@@ -97,12 +97,11 @@ def _known(words: str) -> str:
 
 def _last_sent(mailbox: Mailbox, rank: int) -> str:
     """Return the message of a member that waits for its receive here, or the last one known, in words."""
-    calls = [call for (sender, _), call in mailbox.calls.introduced.items() if sender == rank]
-    arrived = mailbox.first_unreceived(rank)
+    introduced, arrived = mailbox.calls.introduced, mailbox.first_unreceived(rank)
     if arrived is None:
-        return calls[-1].text if calls else ""
+        return next((introduced[key].text for key in reversed(introduced) if key[0] == rank), "")
     tag = arrived.header.tag
-    call = mailbox.calls.introduced.get((rank, arrived.header.fingerprint))
+    call = introduced.get((rank, arrived.header.fingerprint))
     sent = f"send(peer={mailbox.rank}, tag={tag})" if call is None else call.with_tag(tag).text
     return f"{sent}, for which this rank has posted no recv; if each sends first, one must use isend"
 
