@@ -21,6 +21,7 @@ from dist2.runtime.process import AtExit, at_exit, raised
 from observability.flight_recorder import global_rank, instrument
 from observability.incidents.folders import root_of
 from observability.incidents.recording import Recording
+from observability.incidents.waits import Waits
 
 if TYPE_CHECKING:
     from dist2.group.process_group import ProcessGroup
@@ -93,6 +94,7 @@ def from_settings(config: Config) -> None:
         _parts.recording = recording = Recording(root)
         instrument.on_opened.append(lambda group: recording.opened(group.info))
         instrument.on_broken.append(recording.broken)
+        instrument.on_opened.append(Waits(recording, config.waiting_s).opened)
     if config.operation_log is not None:
         _parts.operation_log = _logging(Path(config.operation_log), config.operation_log_bytes)
     _parts.on_hang = config.on_hang

@@ -60,7 +60,14 @@ DUMP = "flight_"
 
 
 def write_part(
-    folder: Path, kind: str, info: GroupInfo, why: str, error: BaseException | None, *, looks: bool = False
+    folder: Path,
+    kind: str,
+    info: GroupInfo,
+    why: str,
+    error: BaseException | None,
+    *,
+    looks: bool = False,
+    for_s: float = 0.0,
 ) -> None:
     """Write the part of a rank, unless it has written one of this kind.
 
@@ -71,6 +78,7 @@ def write_part(
         why: What has happened, in a line.
         error: The error that is the reason.
         looks: Whether to look at the processes of other ranks that the error blames: one rank does.
+        for_s: For how long the main thread is known to have been where it is.
 
     Raises:
         OSError: It cannot be written.
@@ -81,19 +89,22 @@ def write_part(
         return
     recording = recorder.recording(rank)
     last = attrs.evolve(recording, operations=recording.operations[-DUMPED:])
-    part = part_of(info, why, error, last)
+    part = part_of(info, why, error, last, for_s)
     if looks and error is not None:
-        part["outside"] = _outside(info, blamed(error)[:LOOKED_AT])
+        part["outside"] = seen_from_here(info, blamed(error)[:LOOKED_AT])
     folders.write(path, json.dumps(part, default=repr))
     folders.write(folder / f"{DUMP}{rank}", encode(last))
 
 
-def part_of(info: GroupInfo, why: str, error: BaseException | None, last: Recording) -> dict[str, Any]:
-    """Return the part of a rank as plain data."""
+def part_of(
+    info: GroupInfo, why: str, error: BaseException | None, last: Recording, for_s: float = 0.0
+) -> dict[str, Any]:
+    """Return the part of a rank as plain data; the arguments are those of `write_part`."""
     thread_id = threading.main_thread().ident or 0
     witness = Witness(metrics.instrument, recorder, thread_id, lambda: info, Process.here())
     state = witness.state(HISTORY)
     state["threads"] = stacks()
+    state["main"]["for_s"] = for_s
     if (
         error is not None
         and state["main"]["library"] in ("observability", "dist2")
@@ -147,7 +158,7 @@ def _error(error: BaseException) -> dict[str, Any]:
     }
 
 
-def _outside(info: GroupInfo, ranks: Iterable[int]) -> dict[str, Any]:
+def seen_from_here(info: GroupInfo, ranks: Iterable[int]) -> dict[str, Any]:
     """Return how the processes of other ranks look, where they are of this host: they may write nothing."""
     group = next((each for each in open_groups() if each.info is info), None)
     if group is None:

@@ -69,17 +69,27 @@ def joined(root: Path, job: str, name: str) -> Folder:
         OSError: It cannot be made.
     """
     with _locked(root):
-        key = re.sub(r"[^\w.]", "", job)[:12]
-        for path in sorted(root.glob(f"*-{key}"), reverse=True)[:1]:
-            if time.time() - _created(path) < JOIN_S:
-                return Folder(path, is_new=False)
+        known = current(root, job)
+        if known is not None:
+            return Folder(known, is_new=False)
         slug = re.sub(r"[^\w.]+", "-", name)[:40]
-        path = root / f"{time.strftime('%Y%m%d-%H%M%S')}-{slug}-{key}"
+        path = root / f"{time.strftime('%Y%m%d-%H%M%S')}-{slug}-{_key(job)}"
         path.mkdir(mode=0o700, exist_ok=True)
         head = {"format": FORMAT, "job": job, "name": name, "at_s": time.time()}
         (path / HEAD).write_text(json.dumps(head))
         _remove_old(root)
         return Folder(path, is_new=True)
+
+
+def current(root: Path, job: str) -> Path | None:
+    """Return the folder of the trouble that a job has now; None if it has none."""
+    found = sorted(root.glob(f"*-{_key(job)}"), reverse=True)
+    # The clock may have been set back since.
+    return next((path for path in found if abs(time.time() - _created(path)) < JOIN_S), None)
+
+
+def _key(job: str) -> str:
+    return re.sub(r"[^\w.]", "", job)[:12]
 
 
 def named(root: Path, name: str, job: str) -> Path:

@@ -15,6 +15,8 @@ RANK_S = 1.0
 """How long a rank may take to answer for itself."""
 NO_ANSWER = "no answer within"
 """Begins the reason of a silence that ended with the time limit."""
+ELSEWHERE = "its part is on"
+"""Begins the reason of a silence of a rank of another host, of whose state this one knows nothing."""
 RUNNABLE = frozenset("RS")
 """States of a process that may yet answer."""
 
@@ -30,6 +32,7 @@ class Answer:
         offset_s: Its clock minus that of the asking process.
         error_s: How far that may be off.
         outside: How its process looks from another one of its host, where it is silent: `Outside`.
+        seen: Where it is silent: by the uid of a group, the operation at which another rank saw it last.
     """
 
     state: State | None = None
@@ -38,11 +41,18 @@ class Answer:
     offset_s: float = 0.0
     error_s: float = 0.0
     outside: dict[str, Any] | None = None
+    seen: Mapping[str, str] = attrs.field(factory=dict)
 
     @property
     def is_gone(self) -> bool:
         """Whether nothing listens there, or its process cannot run: its silence is not slowness."""
-        return not self.silence.startswith(NO_ANSWER) or (self.outside is not None and not self.runs)
+        may_be_well = self.silence.startswith((NO_ANSWER, ELSEWHERE))
+        return not may_be_well or (self.outside is not None and not self.runs)
+
+    def has_entered(self, uid: str, seq: int) -> bool:
+        """Whether another rank saw it in a collective of a group, or in a later one."""
+        number = re.search(r"#(\d+)", self.seen.get(uid, ""))
+        return number is not None and int(number[1]) >= seq
 
     @property
     def runs(self) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 
 import attrs
 
-from observability.job.answer import Answers, State
+from observability.job.answer import ELSEWHERE, Answers, State
 from observability.job.graph import cycles, longest_path_to
 from observability.job.messages import owed
 from observability.job.rank_text import named, ranks_of
@@ -260,7 +260,11 @@ class _Diagnostician:
         verdict += [self._told_odd(rank, waiting) for rank in odd]
         verdict += divergences
         verdict += self._stuck_inside(waiting)
-        verdict += [f"rank {rank}: {each.why_silent}" for rank, each in silent.items() if rank not in blamed]
+        verdict += [
+            f"rank {rank}: {each.why_silent}"
+            for rank, each in silent.items()
+            if rank not in blamed and not each.silence.startswith(ELSEWHERE)
+        ]
         calls = [each for each in self._other_calls() if each.missing] if not waiting else []
         verdict += map(self._told_call, calls)
         # A call of a few ranks may be theirs alone.
@@ -339,7 +343,11 @@ class _Diagnostician:
         A member that was merely too slow to answer may be inside: it counts only if no other one is missing.
         """
         members = self._members(rank, operation["uid"])
-        silent = [member for member in members if member not in self._states]
+        silent = [
+            member
+            for member in members
+            if member not in self._states and not self._seen_inside(member, operation)
+        ]
         late = [
             member
             for member in members
@@ -348,6 +356,11 @@ class _Diagnostician:
         if late:
             silent = [member for member in silent if self._cannot_answer(member)]
         return sorted([*late, *silent])
+
+    def _seen_inside(self, rank: int, operation: State) -> bool:
+        """Whether a silent rank was seen in a collective by another one."""
+        answer = self._answers.get(rank)
+        return answer is not None and answer.has_entered(operation["uid"], operation["seq"])
 
     def _cannot_answer(self, rank: int) -> bool:
         """Whether a rank is known to be unable to answer, rather than slow."""
@@ -389,7 +402,7 @@ class _Diagnostician:
         if state is None:
             answer = self._answers.get(rank)
             why = "it is unknown" if answer is None else answer.why_silent
-            return Missing(rank, "", why, answers=False)
+            return Missing(rank, "" if answer is None else answer.seen.get(uid, ""), why, answers=False)
         last, place = self._last(state, uid), _place_of(rank, state, uid)
         return Missing(rank, last, self._stands(rank), answers=True, place=place)
 

@@ -124,7 +124,7 @@ class Witness:
             "groups": groups,
             "steps": [each.document(LATEST_STEPS) for each in steps.loops() if rank in (None, each.rank)][:4],
             "in_flight": [
-                {**operation_state(each, now_ns), "idle": _is_idle(each, awaited, main)} for each in told
+                {**operation_state(each, now_ns), "idle": is_idle(each, awaited, main)} for each in told
             ],
             "in_flight_count": len(in_flight),
             "failures": [
@@ -154,7 +154,7 @@ class Witness:
         }
 
 
-def _is_idle(operation: Operation, awaited: Collection[Operation], main: State) -> bool:
+def is_idle(operation: Operation, awaited: Collection[Operation], main: State) -> bool:
     """Whether no thread waits for an operation, as far as that can be seen: torch may wait in C++."""
     return operation.is_async and operation not in awaited and main["library"] not in WAIT_IN_CPP
 

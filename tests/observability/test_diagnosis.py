@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from observability.job.answer import NO_ANSWER, Answer
+from observability.job.answer import ELSEWHERE, NO_ANSWER, Answer
 from observability.job.diagnosis import Diagnosis, diagnose, waiting_in
 from observability.job.gathering import read_request
 from observability.job.rank_text import named, rank_text, ranks_of
@@ -183,6 +183,20 @@ def test_a_slow_rank_is_the_culprit_where_nothing_else_is_wrong() -> None:
     found = diagnose({0: rank(5), 1: Answer(silence=f"{NO_ANSWER} 1.0 s", outside=busy)}, AFTER_S)
     assert found.culprits == (1,)
     assert found.silent == {1: f"{NO_ANSWER} 1.0 s; process 7 is running: no lock"}
+
+
+def test_ranks_of_other_hosts_are_judged_by_the_operation_they_were_seen_at() -> None:
+    def elsewhere(seq: int) -> Answer:
+        return Answer(silence=f"{ELSEWHERE} host b", seen={"w": f"all_reduce(float32[4]) #{seq} at job.py:1"})
+
+    waiting = rank(5, operation(5))
+    found = diagnose({0: waiting, 1: elsewhere(5), 2: elsewhere(4)}, AFTER_S)
+    assert found.culprits == (2,)
+    (verdict,) = found.verdict
+    assert "rank 2 (last seen: all_reduce(float32[4]) #4 at job.py:1) is waited for by rank 0 " in verdict
+    assert "its part is on host b" in verdict
+    found = diagnose({0: waiting, 1: rank(4), 2: elsewhere(4)}, AFTER_S)
+    assert found.culprits == (1,), "what is known for sure goes first"
 
 
 def test_a_closed_control_plane_holds_no_lock() -> None:

@@ -80,6 +80,19 @@ def test_parts_of_one_trouble_meet_in_one_folder(tmp_path: Path, monkeypatch: py
             folders.named(tmp_path, name, "a1b2")
 
 
+def test_parts_meet_though_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = time.time() + 3600
+    monkeypatch.setattr(time, "time", lambda: clock)
+    monkeypatch.setattr(time, "strftime", lambda form: "20990101-010000")
+    before = folders.joined(tmp_path, "a1b2", "job").path
+    clock -= 3600
+    monkeypatch.setattr(time, "strftime", lambda form: "20990101-000000")
+    after = folders.joined(tmp_path, "a1b2", "job")
+    assert after.is_new
+    assert after.path != before
+    assert folders.joined(tmp_path, "a1b2", "job") == folders.Folder(after.path, is_new=False)
+
+
 def test_old_incidents_are_removed_and_other_folders_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,267 @@
+"""Incidents of waits in processes without a control plane.
+
+Theory of operation. A thread looks at the operations in flight each `after_s`. An operation that two looks
+find waits: the rank makes a folder, and writes its part. The other ranks of the host, also those that wait
+for nothing, find the folder at their next look and add their parts; so nothing is sent. The rank that made
+the folder then reads the parts of all, looks at the processes of ranks that have written none, and diagnoses
+the wait as a control plane does. If it is over, or no rank is missing, the folder is removed: an operation
+that moves much data takes long as well. Ranks of other hosts are known by the operation at which their
+messages were seen last, unless the folder is shared.
+
+A program may wait on purpose, for a checkpoint say. After a wait that ended by itself, the next one at the
+same line is written only once it takes twice as long.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import attrs
+
+from dist2.group.open_groups import open_groups
+from dist2.runtime.code_marks import folders_of, library
+from dist2.runtime.rank_names import host_and_pid
+from observability.flight_recorder import global_rank
+from observability.frames import frames_of_threads
+from observability.incidents import folders
+from observability.incidents.recording import Recording
+from observability.metrics import instrument as metrics
+
+if TYPE_CHECKING:
+    from dist2.group.process_group import ProcessGroup
+    from dist2.operation.signature import GroupInfo
+    from observability.job.answer import Answer
+    from observability.job.diagnosis import Diagnosis
+    from observability.job.state import Witness
+
+PART_S = 5.0
+"""How long a rank may take to write its part, once it has found the folder."""
+POLL_S = 0.2
+DIST2 = folders_of(library())
+SENTENCES = 3
+"""Sentences of the verdict in the line of the log."""
+
+log = logging.getLogger("dist2.incidents")
+
+Waiting = dict[object, tuple[str, float]]
+"""Operations and calls that wait: the line of each, and since how many seconds."""
+
+
+class Waits:
+    """Finds the waits of this process and writes their incidents.
+
+    Args:
+        recording: The incidents of this process.
+        after_s: How long an operation may take.
+    """
+
+    def __init__(self, recording: Recording, after_s: float) -> None:
+        self._recording = recording
+        self._after_s = after_s
+        self._pid = 0
+        self._ends = threading.Event()
+        self._witness: Witness | None = None
+        self._before: Waiting = {}
+        self._begun: tuple[int, ...] = ()
+        self._patience_s: dict[str, float] = {}
+        self._written: set[object] = set()
+        self._joined: Path | None = None
+
+    def opened(self, group: ProcessGroup) -> None:
+        """Begin to look, with the first group of each process: a forked child has its own."""
+        if self._pid == os.getpid():
+            return
+        self._pid, self._ends, self._before = os.getpid(), threading.Event(), {}
+        threading.Thread(target=self._run, args=(self._ends,), name="dist2-waits", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the thread at its next look."""
+        self._ends.set()
+
+    def _run(self, ends: threading.Event) -> None:
+        while not ends.wait(self._after_s):
+            try:
+                self.look()
+            except OSError as error:  # such as a full disk
+                log.warning("the incident of a wait cannot be written: %s", error)
+            except Exception:  # the thread must outlive a single failure
+                log.warning("the incident of a wait cannot be written", exc_info=True)
+
+    def look(self) -> None:
+        """Look once."""
+        server = sys.modules.get("observability.server")
+        if server is not None and server.running():
+            return  # which finds more
+        waiting = self._waiting()
+        for key, (line, age_s) in self._before.items():
+            if key not in waiting:
+                self._patience_s[line] = 2 * age_s
+        confirmed = {
+            key
+            for key, (line, age_s) in waiting.items()
+            if key in self._before and age_s >= self._patience_s.get(line, 0.0)
+        }
+        self._before = waiting
+        self._written &= waiting.keys()
+        new = confirmed - self._written
+        self._written |= confirmed
+        if new:
+            self._write(confirmed)
+        else:
+            self._join()
+
+    # Whether this rank waits
+
+    def _waiting(self) -> Waiting:
+        """Return the operations that take long, and the call of dist2 in which the main thread stays."""
+        now_ns, before = time.monotonic_ns(), self._begun
+        self._begun = tuple(each._get_sequence_number_for_group() for each in open_groups())
+        old = [each for each in metrics.in_flight() if now_ns - each.created_ns >= self._after_s * 1e9]
+        if not old and (self._begun != before or not _is_in_library()):
+            self._witness = None  # an ordinary job: the modules below are not even imported
+            return {}
+        from observability.job.diagnosis import DIST2S
+        from observability.job.stacks import awaited_of
+        from observability.job.state import is_idle, where_of
+
+        main = self._watching().look()
+        awaited = awaited_of(old) if any(each.is_async for each in old) else set()
+        found: Waiting = {
+            each: (f"{each.signature.kind.value} {where_of(each)}", (now_ns - each.created_ns) / 1e9)
+            for each in old
+            if not is_idle(each, awaited, main)
+        }
+        if not old and str(main["inside"]).startswith(DIST2S) and main["for_s"] >= self._after_s:
+            found[main["inside"], main["place"]] = main["place"], main["for_s"]
+        return found
+
+    def _watching(self) -> Witness:
+        from dist2.runtime.other_process import Process
+        from observability.flight_recorder import instrument as recorder
+        from observability.job.state import Witness
+
+        if self._witness is None:
+            thread_id = threading.main_thread().ident or 0
+            self._witness = Witness(metrics, recorder, thread_id, lambda: None, Process.here())
+        return self._witness
+
+    # The incident
+
+    def _write(self, confirmed: set[object]) -> None:
+        """Write the part of this rank; if it is the first of the job, wait for the others and conclude."""
+        job = self._recording.first
+        if job is None:
+            return
+        folder = folders.joined(self._recording.root, job.uid, job.name)
+        self._add_parts(folder.path)
+        if not folder.is_new:
+            return
+        until = time.monotonic() + self._after_s + PART_S
+        while len(list(folder.path.glob("hang-*.json"))) < job.world_size and time.monotonic() < until:
+            time.sleep(POLL_S)
+        self._conclude(folder, job, confirmed)
+
+    def _join(self) -> None:
+        """Add the part of this rank to the incident of a wait that another rank has begun."""
+        job = self._recording.first
+        path = None if job is None else folders.current(self._recording.root, job.uid)
+        if path is not None and path != self._joined and any(path.glob("hang-*.json")):
+            with suppress(FileNotFoundError):  # it was removed meanwhile
+                self._add_parts(path)
+
+    def _add_parts(self, path: Path) -> None:
+        """Write the parts of this process: ranks may be threads."""
+        from observability.incidents.evidence import write_part
+
+        self._joined = path
+        ranks = {global_rank(info): info for info in reversed(metrics.statuses.open_groups())}
+        for_s = self._watching().look()["for_s"]
+        for info in ranks.values():
+            write_part(path, "hang", info, "the job waits", None, for_s=for_s)
+
+    def _conclude(self, folder: folders.Folder, job: GroupInfo, confirmed: set[object]) -> None:
+        """Write the diagnosis of all parts; remove the folder if nothing is the matter."""
+        from observability.incidents.reading import Incident
+        from observability.job.diagnosis import diagnose
+        from observability.job.documents import job_document, stack_rows
+
+        answers = _completed(Incident.read(folder.path).answers(), job)
+        found = diagnose(answers, self._after_s / 2)
+        has_reason = found.waiting and (found.culprits or found.cycles or found.divergences)
+        if not (has_reason and confirmed & self._waiting().keys()):
+            if not any(folder.path.glob("failure-*.json")):
+                shutil.rmtree(folder.path, ignore_errors=True)
+            return
+        documents = {
+            "desync": found.document(),
+            "job": job_document(answers, found, global_rank(job), 0.0),
+            "stacks": stack_rows(answers),
+        }
+        for name, document in documents.items():
+            folders.write(folder.path / f"{name}.json", json.dumps(document, default=repr))
+        self._tell(found)
+        self._recording.note(folder)
+
+    @staticmethod
+    def _tell(found: Diagnosis) -> None:
+        verdict = "; ".join(found.verdict[:SENTENCES])
+        log.warning(
+            "the job waits: %s", verdict, extra={"verdict": verdict, "culprits": list(found.culprits)}
+        )
+
+
+def _is_in_library() -> bool:
+    """Whether the main thread is inside of a call of dist2."""
+    with frames_of_threads() as frames:
+        frame = frames.get(threading.main_thread().ident or 0)
+        while frame is not None:
+            if frame.f_code.co_filename.startswith(DIST2):
+                return True
+            frame = frame.f_back
+        return False
+
+
+def _completed(answers: Mapping[int, Answer], job: GroupInfo) -> dict[int, Answer]:
+    """Add what this host knows of ranks without a part: their processes, or the last messages of others."""
+    from observability.incidents.evidence import LOOKED_AT, seen_from_here
+    from observability.job.answer import ELSEWHERE
+
+    silent = [rank for rank, answer in answers.items() if answer.state is None]
+    outside = seen_from_here(job, silent[:LOOKED_AT])
+    found = dict(answers)
+    for rank in silent:
+        host = _other_host(job, rank)
+        seen, here = (_last_seen(rank), None) if host else ({}, outside.get(str(rank)))
+        silence = f"{ELSEWHERE} {host}" if host else answers[rank].silence
+        found[rank] = attrs.evolve(answers[rank], silence=silence, outside=here, seen=seen)
+    return found
+
+
+def _other_host(job: GroupInfo, rank: int) -> str:
+    """Return the host of a rank, as its name has it; empty if that is this host or unknown."""
+    group = next((each for each in open_groups() if each.info is job), None)
+    if group is None or rank not in job.global_ranks:
+        return ""
+    host = group.backend.names.process_of(job.global_ranks.index(rank)).rpartition(", pid ")[0]
+    return "" if host == host_and_pid(socket.gethostname(), 0).rpartition(", pid ")[0] else host
+
+
+def _last_seen(rank: int) -> dict[str, str]:
+    """Return the operation of each group, by its uid, at which messages of a rank show it last."""
+    groups = {each: each.info.global_ranks for each in open_groups()}
+    return {
+        group.info.uid: group.backend.last_seen([ranks.index(rank)]).get(ranks.index(rank), "")
+        for group, ranks in groups.items()
+        if rank in ranks
+    }

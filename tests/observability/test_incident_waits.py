@@ -1,0 +1,212 @@
+"""Incidents of waits in processes without a control plane."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from support.captured_logs import logged
+from support.programs import run
+from support.ranks import Tenant, run_ranks
+from support.warm_interpreter import CHILDREN, warm_executable, warm_python
+
+import observability
+from dist2 import ProcessGroup
+from dist2.cli.app import cli
+from observability.incidents import folders
+from observability.incidents.recording import Recording
+from observability.incidents.waits import Waits
+from observability.metrics import instrument as metrics
+
+INPROC = Tenant("inproc", "socket", {"transport": "inproc"})
+AFTER_S = 0.05
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def rank_1_looks(root: Path, look: Callable[[Waits], None], waits_type: type[Waits] = Waits) -> Recording:
+    """Have rank 1 look while rank 0 waits for it; both then end the operation."""
+    recording = Recording(root)
+
+    def body(pg: ProcessGroup) -> None:
+        pg.barrier()
+        recording.opened(pg.info)
+        if pg.rank() == 1:
+            wait_for(
+                lambda: any(time.monotonic_ns() - e.created_ns > AFTER_S * 1e9 for e in metrics.in_flight())
+            )
+            look(waits_type(recording, AFTER_S))
+        pg.all_reduce(torch.ones(2))
+
+    run_ranks(2, body, INPROC)
+    return recording
+
+
+def test_a_wait_that_two_looks_find_is_written_with_its_verdict(tmp_path: Path) -> None:
+    def look(waits: Waits) -> None:
+        waits.look()
+        assert not list(tmp_path.iterdir()), "one look is not enough"
+        for _ in range(3):
+            waits.look()
+
+    with logged() as records:
+        recording = rank_1_looks(tmp_path, look)
+    (folder,) = tmp_path.glob("2*")
+    assert recording.latest == folder
+    names = {path.name for path in folder.iterdir()}
+    assert {"desync.json", "job.json", "stacks.json", "hang-0.json", "hang-1.json", "flight_1"} <= names
+    told = CliRunner().invoke(cli, ["why", str(folder), "--json"])
+    assert json.loads(told.output)["culprits"] == [1]
+    events = [each["event"] for each in records]
+    assert [each.startswith("the job waits: rank 1 ") for each in events].count(True) == 1, events
+    assert f"incident: {folder}" in events
+
+
+def look_twice(waits: Waits) -> None:
+    waits.look()
+    waits.look()
+
+
+class WaitEnds(Waits):
+    """The wait is over once the parts are written."""
+
+    def _add_parts(self, path: Path) -> None:
+        super()._add_parts(path)
+        before = self._waiting
+        self._waiting = lambda: before() and {}  # type: ignore[method-assign]
+
+
+def test_nothing_stays_of_a_wait_that_is_over(tmp_path: Path) -> None:
+    recording = rank_1_looks(tmp_path, look_twice, WaitEnds)
+    assert not list(tmp_path.glob("2*"))
+    assert recording.latest is None
+
+
+def test_a_failure_keeps_the_folder_of_a_wait_that_is_over(tmp_path: Path) -> None:
+    class Failing(WaitEnds):
+        def _add_parts(self, path: Path) -> None:
+            super()._add_parts(path)
+            (path / "failure-0.json").write_text("{}")
+
+    rank_1_looks(tmp_path, look_twice, Failing)
+    (folder,) = tmp_path.glob("2*")
+    assert not (folder / "desync.json").exists()
+
+
+def test_a_rank_that_waits_for_nothing_joins(tmp_path: Path) -> None:
+    recording = Recording(tmp_path)
+
+    def body(pg: ProcessGroup) -> None:
+        recording.opened(pg.info)
+        waits = Waits(recording, AFTER_S)
+        folder = folders.joined(tmp_path, pg.info.uid, pg.info.name).path
+        waits.look()
+        assert not (folder / "hang-0.json").exists(), "it is of a failure"
+        (folder / "hang-1.json").write_text("{}")
+        waits.look()
+        assert json.loads((folder / "hang-0.json").read_text())["why"] == "the job waits"
+
+    run_ranks(1, body, INPROC)
+
+
+def test_a_control_plane_sees_to_it_where_there_is_one(tmp_path: Path) -> None:
+    def look(waits: Waits) -> None:
+        with observability.start(announce=False):
+            for _ in range(3):
+                waits.look()
+
+    rank_1_looks(tmp_path, look)
+    assert not list(tmp_path.glob("2*"))
+
+
+def test_a_line_that_waits_on_purpose_is_written_only_if_it_takes_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, written = Waits(Recording(tmp_path), 1.0), []
+    ages: list[dict[object, tuple[str, float]]] = [
+        *[{"checkpoint 1": ("train.py:9", age)} for age in (1.0, 2.0, 3.0)],
+        {},
+        *[{"checkpoint 2": ("train.py:9", age)} for age in (1.0, 3.0, 5.9, 6.0, 7.0)],
+        {},
+        *[{"another line": ("train.py:10", age)} for age in (1.0, 2.0)],
+    ]
+    monkeypatch.setattr(waits, "_write", lambda confirmed: written.append(*confirmed))
+    looks = []
+    for each in ages:
+        monkeypatch.setattr(waits, "_waiting", lambda each=each: each)
+        waits.look()
+        looks.append(len(written))
+    assert written == ["checkpoint 1", "checkpoint 2", "another line"]
+    assert looks == [0, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 3]
+
+
+def test_a_disk_that_is_full_does_not_end_the_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, looked = Waits(Recording(tmp_path), 0.01), threading.Semaphore(0)
+
+    def look() -> None:
+        looked.release()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(waits, "look", look)
+    with logged() as records:
+        run_ranks(1, waits.opened, INPROC)
+        for _ in range(3):
+            assert looked.acquire(timeout=20)
+        waits.stop()
+        wait_for(lambda: "dist2-waits" not in {thread.name for thread in threading.enumerate()})
+    assert "No space left on device" in str(records)
+
+
+WAITING = """
+import os, time
+from pathlib import Path
+import torch, dist2
+
+pg = dist2.new_group("socket", 60, name="training")
+pg.all_reduce(torch.ones(4))
+
+def load():
+    deadline = time.monotonic() + 50
+    while not list(Path(os.environ["DIST2_INCIDENTS"]).glob("2*/desync.json")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # line 13
+
+if pg.rank() == 1:
+    load()
+CALL
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("pg.all_reduce(torch.ones(4))", r"in all_reduce #2 of group training"),
+        ("dist2.new_group('socket', 60, name='second')", r"is in dist2's new_group, called at train.py:17"),
+    ],
+)
+def test_a_job_without_a_control_plane_leaves_an_incident(call: str, words: str, tmp_path: Path) -> None:
+    script, root = tmp_path / "train.py", tmp_path / "incidents"
+    script.write_text(WAITING.replace("CALL", call))
+    warm_executable()
+    variables = {"DIST2_INCIDENTS": str(root), "DIST2_WAITING": "0.5"}
+    size = 2 if "all_reduce" in call else 3
+    ended = run([*warm_python(), CHILDREN, "-m", "dist2.run", "-n", str(size), script], variables=variables)
+    assert ended.code == 0, ended
+    (folder,) = root.glob("2*")
+    assert f"incident: {folder}" in ended.errors
+    told = CliRunner().invoke(cli, ["why", str(folder)])
+    assert re.search(words.replace("is in", "are in"), told.output), told.output
+    assert re.search(r"train.py:1[123] in load", told.output), told.output
+    assert json.loads((folder / "desync.json").read_text())["culprits"] == [1]
