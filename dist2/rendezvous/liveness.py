@@ -152,18 +152,21 @@ class FailureWatch(PrefixStore):
         group = f"the group of {world_size} ranks" if name is None else f"group {name!r}"
         self._cannot = f"{group} cannot be built"
         self._over = False
+        self._aborted: Dist2Error | None = None
         self._parts = PrefixStore(prefix, store)
         self._roll = roll or LivenessMonitor(self._parts, rank, world_size, names=names)
         self.request = JoinRequest(Process.here(), asked or {})
         self._parts.set(rank_key(rank), self.request.to_text())
 
     def __enter__(self) -> Self:
+        _building.add(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._over = True
+        _building.discard(self)
         if error is None:
             return
         missing = self._missing() if isinstance(error, StoreTimeoutError) else None
@@ -204,7 +207,10 @@ class FailureWatch(PrefixStore):
 
         Raises:
             PeerLostError: It has; the message has the reason.
+            Dist2Error: That of `abort_building`.
         """
+        if self._aborted is not None:
+            raise self._aborted
         dead = self._roll.dead()
         found = None if dead is None else Verdict(Outcome.LOST, dead[1], (dead[0],))
         if self._parts.check([GO]):  # a dead rank may have published its reason
@@ -232,3 +238,23 @@ class FailureWatch(PrefixStore):
             return super()._multi_get(keys, deadline)
         self._wait(keys, deadline)
         return self._fetch(keys, deadline)
+
+
+_building: set[FailureWatch] = set()
+"""The groups that threads of this process are building."""
+
+
+def abort_building(error: Callable[[], Dist2Error], name: str | None = None) -> int:
+    """Raise an error in the threads of this process that wait for other ranks to build a group.
+
+    Args:
+        error: Returns it, once for each thread.
+        name: Only groups that were given this name.
+
+    Returns:
+        The number of groups.
+    """
+    found = [each for each in _building.copy() if name in (None, each._name)]
+    for each in found:
+        each._aborted = error()
+    return len(found)

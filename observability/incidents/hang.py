@@ -19,6 +19,7 @@ from pathlib import Path
 from dist2.errors import GroupAbortedError
 from dist2.group.open_groups import open_groups
 from dist2.operation.record import Operation
+from dist2.rendezvous.liveness import abort_building
 from dist2.runtime import exit_report
 from observability.flight_recorder import global_rank
 from observability.flight_recorder import instrument as recorder
@@ -149,6 +150,7 @@ class HangRecorder:
                 operation.error.add_note(words)
 
         recorder.on_broken.append(note)
+        abort_building(lambda: GroupAbortedError(words))
         for group in open_groups():
             if global_rank(group.info) == self._member.rank:
                 group._abort_for(GroupAbortedError(words))

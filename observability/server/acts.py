@@ -19,8 +19,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dist2.errors import Dist2Error, InvalidUsageError
+from dist2.errors import Dist2Error, GroupAbortedError, InvalidUsageError
 from dist2.group.open_groups import open_groups
+from dist2.rendezvous.liveness import abort_building
 from dist2.runtime.torch_versions import profiling_all_threads
 from observability.access import peer_name
 from observability.flight_recorder import FlightRecorder, global_rank
@@ -115,16 +116,17 @@ class Acts:
         return {"path": str(path.absolute()), "rank": rank}
 
     def _abort(self, body: Body) -> Outcome:
-        """Abort a group of this rank, by name."""
+        """Abort a group of this rank, by name; also one that is being built."""
         name, rank = body.get("group"), self._member.rank
         mine = [each for each in open_groups() if global_rank(each.info) == rank]
         named = [each for each in mine if name in (each.info.name, each.info.uid)]
-        if not named:
+        built = abort_building(lambda: GroupAbortedError("a client of the control plane aborted it"), name)
+        if not named and not built:
             there = ", ".join(sorted(each.info.name for each in mine))
             raise HTTPException(404, f"no open group {name!r} on this rank; there are: {there}")
         for group in named:
             group.abort()
-        return {"aborted": [each.info.name for each in named], "rank": rank}
+        return {"aborted": [each.info.name for each in named] or [name], "rank": rank}
 
     def _log_level(self, body: Body) -> Outcome:
         """Set the level of a logger of dist2."""

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -23,6 +24,7 @@ from support.captured_logs import logged
 import dist2
 import observability
 from dist2.errors import GroupAbortedError, InvalidUsageError
+from dist2.runtime.deadline import Deadline
 from observability.server import acts, answers
 from observability.server.handlers import capability
 
@@ -73,6 +75,18 @@ def test_a_group_is_aborted_by_name(client: httpx.Client, pg: dist2.ProcessGroup
     outcomes = [outcome for _, outcome in audited(records)]
     assert outcomes[0].startswith("refused: no open group 'nobody'")
     assert outcomes[1] == "done"
+
+
+def test_a_group_that_is_built_is_aborted_by_name(client: httpx.Client) -> None:
+    with ThreadPoolExecutor() as pool:
+        building = pool.submit(
+            dist2.new_group, "socket", 60, store=dist2.HashStore(), rank=0, world_size=2, name="half"
+        )
+        for _ in Deadline.after(20).tries(0.2, 0.5):  # five acts a second
+            if client.post("/acts/abort", json={"group": "half"}).status_code == 200:
+                break
+        with pytest.raises(GroupAbortedError, match="'half' cannot be built: a client of the control plane"):
+            building.result(20)
 
 
 def test_the_log_level_is_set_for_loggers_of_dist2_only(client: httpx.Client) -> None:

@@ -308,6 +308,23 @@ if pg.rank() == 1:
 pg.all_reduce(torch.ones(4))
 """
 
+IN_NEW_GROUP = """
+import time
+import torch, dist2
+
+pg = dist2.new_group("socket", 60, name="training")
+if pg.rank() == 1:
+    while not pg.is_closed:
+        time.sleep(0.01)
+else:
+    try:
+        dist2.new_group("socket", 60, name="second")
+    except dist2.GroupAbortedError as error:
+        print("hung:", error)
+    except dist2.PeerLostError as error:
+        assert "gave up (GroupAbortedError" in str(error), error
+"""
+
 RAISING = """
 import torch, dist2
 
@@ -345,6 +362,19 @@ def test_a_job_that_ended_is_explained_by_its_incident(
     assert f"train.py:{line}" in text
     assert "<bad>" not in text
     assert "src=" not in text, "it loads nothing"
+
+
+def test_abort_ends_the_wait_for_a_rank_that_does_not_make_a_group(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(IN_NEW_GROUP)
+    warm_executable()
+    variables = {"DIST2_INCIDENTS": "0", "DIST2_ON_HANG": "abort", "DIST2_WAITING": "0.5"}
+    ended = run([*warm_python(), CHILDREN, "-m", "dist2.run", "-n", "3", script], variables=variables)
+    assert ended.code == 0, ended
+    found = (
+        "group 'second' cannot be built: DIST2_ON_HANG=abort, as the job waited: ranks 0, 2 are in dist2's"
+    )
+    assert f"hung: {found} new_group, called at train.py:11 in <module>; rank 1: " in ended.output, ended
 
 
 def test_an_abort_of_the_program_is_no_incident(tmp_path: Path) -> None:

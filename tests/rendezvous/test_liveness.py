@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dist2 import HashStore
-from dist2.errors import OperationTimeoutError, PeerLostError, StoreTimeoutError
-from dist2.rendezvous.liveness import FailureWatch
+from dist2.errors import GroupAbortedError, OperationTimeoutError, PeerLostError, StoreTimeoutError
+from dist2.rendezvous.liveness import FailureWatch, abort_building
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,20 @@ def test_keys_that_never_come_though_all_ranks_are_there_are_told_as_they_are() 
     first, _ = (FailureWatch("building", store, rank, 2, "model") for rank in (0, 1))
     with pytest.raises(StoreTimeoutError, match="0/1"), first:
         first.wait(["0/1"], 0.1)
+
+
+def test_a_wait_for_ranks_is_aborted_and_the_others_hear_of_it() -> None:
+    store = HashStore()
+    first, second = (FailureWatch("building", store, rank, 3, "model") for rank in (0, 1))
+
+    def hung() -> GroupAbortedError:
+        return GroupAbortedError("the job hangs")
+
+    assert not abort_building(hung), "none is in its block"
+    with pytest.raises(GroupAbortedError, match=r"^group 'model' cannot be built: the job hangs"), first:
+        assert not abort_building(hung, "another")
+        assert abort_building(hung, "model") == 1
+        first.get("what nobody sets")
+    assert not abort_building(hung)
+    with pytest.raises(PeerLostError, match=r"rank 0 gave up \(GroupAbortedError: .*the job hangs"), second:
+        second.get("what nobody sets")
