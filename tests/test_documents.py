@@ -11,12 +11,11 @@ from pathlib import Path
 
 import attrs
 import pytest
+from support.documents import DOCUMENTS, READ, python_blocks
 from support.programs import ROOT, torchrun
 
 from dist2.runtime.config import Config
 
-FOLDERS = (ROOT, ROOT / "docs", ROOT / "docs" / "reference", ROOT / "benchmarks" / "notes")
-DOCUMENTS = sorted(path for folder in FOLDERS for path in folder.glob("*.md"))
 LINK = re.compile(r"\]\(([^)]+)\)")
 MENTION = re.compile(r"\bdocs/[a-z_]+\.md\b")
 FILE = re.compile(r"(?<![\w/])(?:dist2|observability)/[\w/]+\.(?:py|c|h)\b")
@@ -28,7 +27,7 @@ WORD = re.compile(r"\w+")
 OF_OTHERS = {"AsyncCollectiveTensor", "DeviceMesh", "SSLSocket", "histogram_quantile", "vectorcall"}
 """Names in the source that belong to other projects, and that it does not call."""
 RECIPE = re.compile(r"From `(examples/\w+\.py)`:\n\n```py\n(.*?)```", re.DOTALL)
-PYTHON_BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
+PROGRAMS = [path for path in READ if python_blocks(path.read_text())]
 
 
 def headings(document: Path) -> set[str]:
@@ -50,7 +49,7 @@ def dead_links(document: Path) -> list[str]:
     return dead
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("document", READ, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(document: Path) -> None:
     assert not dead_links(document)
 
@@ -204,19 +203,9 @@ def test_the_document_lists_every_environment_variable_with_its_default() -> Non
 
 @pytest.mark.torchrun
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("document", "count"),
-    [
-        ("README.md", 3),
-        ("docs/quickstart.md", 6),
-        ("docs/migrating.md", 3),
-        ("docs/cheatsheet.md", 1),
-        ("docs/index.md", 1),
-    ],
-)
-def test_the_programs_in_a_document_run(document: str, count: int, tmp_path: Path) -> None:
-    blocks = PYTHON_BLOCK.findall((ROOT / document).read_text())
-    assert len(blocks) == count
+@pytest.mark.parametrize("document", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_programs_in_a_document_run(document: Path, tmp_path: Path) -> None:
+    blocks = python_blocks(document.read_text())
     calls = [f"exec({block!r}, {{}})\n" for block in blocks]
     script = tmp_path / "programs.py"
     script.write_text("".join([*calls, "print('all ran')"]))
@@ -226,10 +215,14 @@ def test_the_programs_in_a_document_run(document: str, count: int, tmp_path: Pat
     assert all(count_of_prints(block) for block in blocks)
 
 
+def test_there_are_programs() -> None:
+    assert {"README.md", "quickstart.md", "migrating.md", "index.md"} <= {path.name for path in PROGRAMS}
+
+
 def test_the_cookbook_is_cut_from_examples() -> None:
     text = (ROOT / "docs" / "cookbook.md").read_text()
     recipes = RECIPE.findall(text)
-    assert len(recipes) == text.count("\n## ")
+    assert len(recipes) == text.count("\n## ") == len(python_blocks(text, "py"))
     for example, block in recipes:
         lines = [line.strip() for line in (ROOT / example).read_text().splitlines()]
         wanted = [line.strip() for line in block.splitlines()]
