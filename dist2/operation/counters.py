@@ -43,7 +43,10 @@ class Counters:
         return PLACES
 
     def __iter__(self) -> Iterator[int]:
-        return iter([self[place] for place in range(PLACES)])
+        numbers: list[int] = []
+        for place in range(PLACES):  # in C, as a scrape reads all numbers of all series
+            numbers.append(self[place] if self._carries[place] else self._values[place])
+        return iter(numbers)
 
     def __getitem__(self, place: int) -> int:
         if not 0 <= place < PLACES:
