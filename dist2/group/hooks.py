@@ -45,7 +45,8 @@ class PreHooks(GroupParts):
 
         Args:
             hook: ``operation.signature`` has the kind and the reduction, ``operation.code`` and ``line`` the
-                user's line, and ``operation.describe()`` is all in words; inputs and outputs are the tensors.
+                user's line, and ``operation.describe()`` or its repr is all in words; inputs and outputs are
+                the tensors.
                 It must not call operations of the group.
 
         Raises:

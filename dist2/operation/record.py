@@ -197,6 +197,9 @@ class Operation:
         where = f" at {self.code.co_filename}:{self.line}" if self.code is not None else ""
         return f"{self.signature} #{self.seq}{where}"
 
+    def __repr__(self) -> str:
+        return f"<Operation {self.describe()}, {self.state.value}>"
+
 
 class Listener:
     """A callable of an instrument that the runner calls without the detour of a Python call."""

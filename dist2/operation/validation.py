@@ -59,8 +59,14 @@ def check_tensor(tensor: object, argument: str, device_types: Sequence[str]) -> 
 def check_device(tensor: torch.Tensor, argument: str, device_types: Sequence[str]) -> None:
     """Check that a tensor is on a device of the backend."""
     if tensor.device.type not in device_types:
+        remedy = (
+            "give it memory with Module.to_empty or torch.empty_like, or use the backend 'fake'"
+            if tensor.is_meta
+            else "move it there"
+        )
         raise InvalidUsageError(
-            f"{argument} is on device {tensor.device}; this group's backend takes {', '.join(device_types)}"
+            f"{argument} is on device {tensor.device}; this group's backend takes "
+            f"{', '.join(device_types)}: {remedy}"
         )
 
 

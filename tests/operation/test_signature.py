@@ -98,6 +98,7 @@ def test_a_record_tells_its_state_and_where_it_was_called() -> None:
     assert operation.state is State.FAILED
     assert operation.timeout_s == 2.0
     assert operation.describe() == "all_reduce(float32[4, 2], op=sum) #7"
+    assert repr(operation) == "<Operation all_reduce(float32[4, 2], op=sum) #7, failed>"
     frame = sys._getframe()
     operation.code, operation.instruction = frame.f_code, frame.f_lasti
     line = operation.line

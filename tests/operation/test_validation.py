@@ -46,7 +46,10 @@ NO_TENSOR: dict[str, tuple[Any, str]] = {
     "None": (lambda: None, "must be a torch.Tensor, got NoneType: None"),
     "a number": (lambda: 3.5, "must be a torch.Tensor, got float: 3.5"),
     "a string": (lambda: "x", "must be a torch.Tensor, got str: 'x'"),
-    "on meta": (lambda: torch.ones(3, device="meta"), "is on device meta"),
+    "on meta": (
+        lambda: torch.ones(3, device="meta"),
+        "is on device meta; this group's backend takes cpu, cuda: give it memory with Module.to_empty",
+    ),
     "sparse": (sparse, "must be a dense (strided) tensor, got layout torch.sparse_coo"),
 }
 NO_LIST: dict[str, tuple[Any, str]] = {
