@@ -27,8 +27,8 @@ Document = dict[str, Any]
 Ask = Callable[[Mapping[int, int], int], Mapping[int, Answer]]
 """Returns the answers of ranks, as `Member.entries` does: by the time after which each tells its calls."""
 
-TICK_S = 5.0
-"""To answer takes a rank about 2 ms, so once a second would cost 0.2 % of a core."""
+TICK_S = 10.0
+"""To answer takes a rank 2 to 4 ms, so once in five seconds would cost 0.04 to 0.08 % of a core."""
 RANKS_A_SECOND = 64
 """With more ranks, the watch asks less often."""
 TOLD_IN_ALL = 1 << 16

@@ -7,7 +7,7 @@ descriptions from all ranks (`gathering`, over a tree). A pure function (`diagno
 that each operation in flight waits for: a member is missing if it has not issued the number that another
 member is inside of. So the data path carries nothing for this, and it works over every backend.
 
-A thread per control plane (`watch`) looks about once a second whether an operation of its own rank is older
+A thread per control plane (`watch`) looks each two seconds whether an operation of its own rank is older
 than the limit. Only then does it ask, and only one rank: the first of the job that answers, which
 gathers once for all that ask. It tells the missing ranks that they are waited for.
 """

@@ -4,7 +4,7 @@ Theory of operation. Three sources, the best first. py-spy, where it is installe
 kernel permits it, reads the memory of the process. A signal makes a process with a control plane write its
 stacks (`faulthandler`, which needs no interpreter lock) into memory that others can open; it is sent to the
 thread of the control plane, so that no call of the program is interrupted. A process that is stopped handles
-no signal: of it the position of its main thread remains, which its watch writes once a second.
+no signal: of it the position of its main thread remains, which its watch writes each two seconds.
 
 Memory is a memfd, opened by way of ``/proc/PID/fd``: the kernel lets only the same user do that.
 """
