@@ -12,7 +12,10 @@ from multiprocessing.connection import Connection
 from types import CodeType, FunctionType
 from typing import Any
 
+from dist2.runtime.signals import holds_no_lock
 
+
+@holds_no_lock  # the function, which it calls, may shut groups down
 def main() -> None:
     """Call the function that comes over a socket; send its result or its exception back."""
     connection = Connection(os.dup(0))

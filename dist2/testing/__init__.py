@@ -20,11 +20,14 @@ Ranks are threads of one process, which meet in a `dist2.HashStore`. The dist2 r
 over its own backends. `examples/custom_backend` is a complete package that uses them.
 """
 
+from dist2.runtime.signals import package_is_a_program
+
 try:
     import pytest
 except ImportError as error:
     raise ImportError("dist2.testing needs pytest: pip install 'dist2[testing]'") from error
 
+package_is_a_program(__spec__)  # tests shut groups down
 pytest.register_assert_rewrite(
     "dist2.testing.collectives",
     "dist2.testing.failures",

@@ -27,7 +27,11 @@ def total(x):
         pg.all_reduce(tensor)
         print("half done", end="\\r")
         print("rank", pg.rank(), "has", tensor.item())
-        return tensor
+    try:
+        pg.barrier()
+    except dist2.GroupAbortedError as error:
+        assert "was shut down" in str(error), error
+    return tensor
 
 print(dist2.launch.local(total, 2, 10.0))
 
