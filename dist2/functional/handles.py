@@ -29,7 +29,7 @@ def handle_of(x: torch.Tensor, pg: ProcessGroup) -> str:
     """Return the text that stands for a group in a call with a tensor.
 
     Raises:
-        InvalidUsageError: ``x`` is no tensor, or ``pg`` no group of dist2.
+        InvalidUsageError: ``x`` is no dense tensor, or ``pg`` no group of dist2.
         Dist2Error: The group is closed.
     """
     if torch.compiler.is_compiling():
@@ -42,6 +42,11 @@ def handle_of(x: torch.Tensor, pg: ProcessGroup) -> str:
     if not isinstance(x, torch.Tensor):
         remedy = ": pass torch.from_dlpack(x)" if hasattr(x, "__dlpack__") else ""
         raise ArgumentTypeError(f"x must be a tensor, got {x!r} ({type(x).__name__}){remedy}")
+    if x.layout is not torch.strided:
+        raise InvalidUsageError(
+            f"x must be a dense (strided) tensor, got layout {x.layout}: pass x.to_dense(), or the tensors "
+            f"that it consists of"
+        )
     pg._runner.check_open()  # operators find groups by name, and could not tell why one is gone
     return f"{pg.info.rank}/{pg.info.world_size} {pg.info.name}"
 

@@ -165,6 +165,7 @@ def test_torch_func() -> None:
     ("call", "words"),
     [
         (lambda f, x, pg: f.all_reduce([1.0], pg), "x must be a tensor, got [1.0] (list)"),
+        (lambda f, x, pg: f.all_reduce(x.to_sparse(), pg), "got layout torch.sparse_coo: pass x.to_dense()"),
         (lambda f, x, pg: f.all_reduce(x.numpy(), pg), "(ndarray): pass torch.from_dlpack(x)"),
         (lambda f, x, pg: f.all_reduce(x, "world"), "pg must be a dist2.ProcessGroup, got 'world' (str)"),
         (lambda f, x, pg: f.all_reduce(x, pg, "sum"), "op must be a ReduceOp, got 'sum' (str): pass"),
