@@ -47,8 +47,8 @@ def register_type(
     """Have objects of a class travel in the collectives of objects, without pickle; return the class.
 
     Every rank registers it, and knows it by its module and qualified name. Subclasses are other types. An
-    enum, a named tuple and a dataclass need no functions: the first travels by its member's name, the others
-    by their fields; ``@dist2.register_type`` above them suffices. A class that is defined and registered
+    enum, a named tuple and a dataclass need no functions: the first travels by its member's name (flags by
+    their value), the others by their fields; ``@dist2.register_type`` above them suffices. A class that is defined and registered
     again replaces the one of its name.
 
     Args:
@@ -96,6 +96,8 @@ def type_named(name: str) -> ObjectType | None:
 
 def _derived(cls: Any, name: str) -> ObjectType:
     """Return the encoding of an enum, a named tuple or a dataclass."""
+    if issubclass(cls, enum.Flag):  # combinations of flags are no members
+        return ObjectType(name, lambda obj: obj.value, lambda value: cls(int(value)))
     if issubclass(cls, enum.Enum):
         return ObjectType(name, lambda obj: obj.name, lambda member: cls[member])
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):

@@ -27,6 +27,12 @@ class Color(enum.Enum):
 
 
 @dist2.register_type
+class Access(enum.Flag):
+    READ = 1
+    WRITE = 2
+
+
+@dist2.register_type
 class Point(NamedTuple):
     x: float
     of: Any
@@ -56,6 +62,8 @@ dist2.register_type(Interval, lambda it: (it.low, it.high), lambda it: Interval(
 
 VALUES = [
     Color.RED,
+    Access.READ | Access.WRITE,
+    Access(0),
     Point(1.5, torch.Size([2])),
     Box(Point(1, None), Color.RED),
     [Interval(1, 2), {"deep": (Interval(3, 4),)}],
