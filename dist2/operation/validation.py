@@ -89,8 +89,10 @@ def _check_stand_in(tensor: torch.Tensor, argument: str) -> None:
 def check_writable(tensor: torch.Tensor, argument: str) -> torch.Tensor:
     """Return a tensor no two elements of which share memory."""
     strides = tensor.stride()
-    if 0 in strides and any(
-        stride == 0 and extent > 1 for stride, extent in zip(strides, tensor.shape, strict=True)
+    if (
+        0 in strides
+        and tensor.numel()  # torch gives empty arrays of numpy strides of zero
+        and any(stride == 0 and extent > 1 for stride, extent in zip(strides, tensor.shape, strict=True))
     ):
         raise InvalidUsageError(
             f"{argument} is written to, but its elements share memory (shape {list(tensor.shape)}, "

@@ -508,8 +508,10 @@ def test_what_is_no_int_is_refused_by_name(call: Call, message: str) -> None:
         call(pg)
 
 
-@pytest.mark.parametrize(("extent", "is_shared"), [(1, False), (2, True)])
-def test_elements_share_memory_where_a_stride_of_zero_has_two_of_them(extent: int, is_shared: bool) -> None:
-    tensor = torch.ones(3, 1).as_strided((3, extent), (1, 0))
+@pytest.mark.parametrize(("rows", "extent", "is_shared"), [(3, 1, False), (3, 2, True), (0, 2, False)])
+def test_elements_share_memory_where_a_stride_of_zero_has_two_of_them(
+    rows: int, extent: int, is_shared: bool
+) -> None:
+    tensor = torch.ones(3, 1).as_strided((rows, extent), (1, 0))
     with pytest.raises(InvalidUsageError, match="share memory") if is_shared else nullcontext():
         check_writable(tensor, "output")
