@@ -98,13 +98,17 @@ def meeting_file() -> str | None:
     return None if found is None else found.file
 
 
+_INTERACTIVE = ("", "-c", "ipykernel_launcher.py")
+"""What stands for the program in the REPL, in ``python -c`` and in notebooks."""
+
+
 def how_to_launch(program: str) -> str:
     """Return the commands that start a program as ranks, for the error of a missing variable.
 
     Args:
         program: The program that is run.
     """
-    script = Path(program).name or "train.py"
+    script = Path(program).name
     found = launched()
     if found is not None:
         return (
@@ -117,6 +121,11 @@ def how_to_launch(program: str) -> str:
             "PMIx tells the rank and neither the number of ranks nor a place to meet: set WORLD_SIZE, "
             "MASTER_ADDR and MASTER_PORT on all ranks, or let MPI tell them by init_method='mpi://' "
             "(pip install 'dist2[mpi]')"
+        )
+    if script in _INTERACTIVE:
+        return (
+            "call a function on ranks, dist2.launch.local(fn, 4), which makes its group there, or give rank "
+            "and world_size and where to meet"
         )
     return (
         f"start the program with a launcher, `python -m dist2.run -n 4 {script}`, "

@@ -105,6 +105,7 @@ def test_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
     assert "python -m dist2.run -n 4 my.py" in launchers.how_to_launch("/home/me/my.py")
+    assert "dist2.launch.local(fn, 4)" in launchers.how_to_launch("/lib/ipykernel_launcher.py")
     for name, value in {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     text = launchers.how_to_launch("my.py")
