@@ -48,8 +48,8 @@ def register_type(
 
     Every rank registers it, and knows it by its module and qualified name. Subclasses are other types. An
     enum, a named tuple and a dataclass need no functions: the first travels by its member's name (flags by
-    their value), the others by their fields; ``@dist2.register_type`` above them suffices. A class that is defined and registered
-    again replaces the one of its name.
+    their value), the others by their fields; ``@dist2.register_type`` above them suffices. A class that is
+    defined and registered again replaces the one of its name.
 
     Args:
         cls: The class.
@@ -92,6 +92,18 @@ def type_of(obj: object) -> ObjectType | None:
 def type_named(name: str) -> ObjectType | None:
     """Return the registered type of a name; None if there is none."""
     return _by_name.get(name)
+
+
+def registered_in(module: str) -> list[tuple[type, ObjectType]]:
+    """Return the types of a module that are registered, without those that others have replaced."""
+    known = [(cls, made) for cls, made in _by_class.items() if _by_name[made.name] is made]
+    return [(cls, made) for cls, made in known if cls.__module__ == module]
+
+
+def register_all(types: list[tuple[type, ObjectType]]) -> None:
+    """Register the types of another process, as `registered_in` returned them there."""
+    for cls, made in types:
+        _enter(cls, made)
 
 
 def _derived(cls: Any, name: str) -> ObjectType:

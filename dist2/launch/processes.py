@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dist2.errors import InvalidUsageError, RanksFailedError
+from dist2.group.object_types import registered_in
 from dist2.launch.meeting import HOST, rank_environment, serve_ranks
 from dist2.runtime.arguments import as_int
 from dist2.runtime.config import child_environment
@@ -50,8 +51,9 @@ def local(
 
     In each process the environment is that of a launcher, so that `dist2.new_group`, `dist2.legacy` and
     torch.distributed meet the other ranks. Lines that a rank prints appear at once, behind its number. It
-    works in scripts, also without a guard of ``__main__``, in the REPL and in notebooks. When it returns or
-    raises, the processes have ended, and those that they started in their session. Ctrl-C ends them as well.
+    works in scripts, also without a guard of ``__main__``, in the REPL and in notebooks; types that
+    `register_type` knows there are known on the ranks too. When it returns or raises, the processes have
+    ended, and those that they started in their session. Ctrl-C ends them as well.
 
     Args:
         fn: Called as ``fn(*args)`` on every rank. A function of ``__main__``, a lambda or an inner function
@@ -99,7 +101,8 @@ def _pickled(fn: Callable[..., object], args: Sequence[object]) -> bytes:
             ) from None
         cloudpickle = pickle
     try:
-        call: bytes = cloudpickle.dumps((fn, args, *_source(fn)))
+        types = registered_in("__main__")  # the ranks cannot import it
+        call: bytes = cloudpickle.dumps((fn, args, types, *_source(fn)))
     except Exception as error:
         raise InvalidUsageError(
             f"fn and its arguments must be picklable, to be sent to other processes: {error}"
@@ -284,17 +287,18 @@ class _Job:
             if rank in failed and not blamed(failed[rank][0]):
                 first = rank
                 break
-        raise _failure(failed, first) from failed[first][0]
+        raise _failure(failed, first, self._cause is not None) from failed[first][0]
 
 
-def _failure(failed: dict[int, tuple[BaseException, str]], first: int) -> RanksFailedError:
+def _failure(failed: dict[int, tuple[BaseException, str]], first: int, is_cause: bool) -> RanksFailedError:
     order = [first, *(rank for rank in failed if rank != first)]
     texts = []
     for rank in order:
         error, trace = failed[rank]
         texts.append(f"{rank_names([rank])}: {trace.rstrip() or f'{type(error).__name__}: {error}'}")
+    cause = f", {rank_names([first])} as the cause" if is_cause else ""
     return RanksFailedError(
-        f"{rank_names(sorted(failed))} failed, {rank_names([first])} as the cause\n\n" + "\n\n".join(texts),
+        f"{rank_names(sorted(failed))} failed{cause}\n\n" + "\n\n".join(texts),
         errors={rank: failed[rank][0] for rank in order},
     )
 

@@ -24,7 +24,11 @@ def main() -> None:
     call = connection.recv_bytes()
     threading.Thread(target=_end_with_caller, args=(connection,), daemon=True).start()
     try:
-        fn, args, file, lines = pickle.loads(call)
+        fn, args, types, file, lines = pickle.loads(call)
+        if types:
+            from dist2.group.object_types import register_all
+
+            register_all(types)
         _name_file(fn, file)
         if lines:  # tracebacks show them
             linecache.cache[file] = (sum(map(len, lines)), None, lines, file)

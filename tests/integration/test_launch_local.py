@@ -18,8 +18,12 @@ from dist2 import InvalidUsageError, launch
 from dist2.launch.meeting import rank_environment
 
 CALLS = """
-import linecache, os, threading
+import enum, linecache, os, threading, time
 import torch, dist2
+
+@dist2.register_type
+class Color(enum.Enum):
+    RED = 1
 
 def total(x):
     with dist2.new_group("socket", timeout=30) as pg:
@@ -27,6 +31,7 @@ def total(x):
         pg.all_reduce(tensor)
         print("half done", end="\\r")
         print("rank", pg.rank(), "has", tensor.item())
+        assert pg.all_gather_object(Color.RED) == [Color.RED] * 2
     try:
         pg.barrier()
     except dist2.GroupAbortedError as error:
@@ -49,6 +54,10 @@ except dist2.RanksFailedError as error:
     print([f"{rank}: {error.errors[rank]!r}" for rank in (0, 1)], error.__cause__ in error.errors.values())
     shown = 'File "<cell>", line 3, in fails\\n    raise KeyError' in str(error)
     print(shown, "rank 0: RuntimeError: the p" in str(error), threading.active_count())
+try:
+    dist2.launch.local(time.sleep, 2, 100, timeout=0.1)
+except dist2.RanksFailedError as error:
+    print(str(error).splitlines()[0])
 """
 STAYS = """
 import os, subprocess, sys, time
@@ -109,6 +118,7 @@ def test_a_program_calls_functions_on_ranks_and_is_killed() -> None:
         "[tensor([21.]), tensor([21.])]",
         "[\"0: RuntimeError('the process exited with code 3')\", \"1: KeyError('so')\"] True",
         "True True 1",
+        "ranks 0, 1 failed",
     ]
 
 
