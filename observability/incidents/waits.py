@@ -100,8 +100,9 @@ class Waits:
 
     def look(self) -> None:
         """Look once."""
-        server = sys.modules.get("observability.server")
-        if server is not None and server.running():
+        # Another thread may be importing it.
+        running = getattr(sys.modules.get("observability.server"), "running", None)
+        if running is not None and running():
             return  # which finds more
         waiting = self._waiting()
         for key, (line, age_s) in self._before.items():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -129,6 +131,11 @@ def test_a_control_plane_sees_to_it_where_there_is_one(tmp_path: Path) -> None:
 
     rank_1_looks(tmp_path, look)
     assert not list(tmp_path.glob("2*"))
+
+
+def test_a_control_plane_may_be_imported_just_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "observability.server", types.ModuleType("half of it"))
+    Waits(Recording(tmp_path), 1.0).look()
 
 
 def test_a_line_that_waits_on_purpose_is_written_only_if_it_takes_longer(
