@@ -13,11 +13,10 @@ import attrs
 
 from dist2.runtime.rank_names import rank_names
 from observability.incidents import folders
-from observability.job.answer import Answer
+from observability.job.answer import NO_PART, Answer
 from observability.job.diagnosis import diagnose
 from observability.job.documents import job_document, stack_rows
 
-NO_PART = "it left no part in this incident"
 AFTER_S = 0.0
 """Operations of any age count: a rank that failed was inside."""
 _OWN = re.compile(r"\d[\d.]* s\b|\(this is rank \d+\)")

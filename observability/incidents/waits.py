@@ -204,6 +204,7 @@ class Waits:
             if not any(folder.path.glob("failure-*.json")):
                 shutil.rmtree(folder.path, ignore_errors=True)
             return
+        self._tell(found)  # first, as the disk may be full
         documents = {
             "desync": found.document(),
             "job": job_document(answers, found, global_rank(job), 0.0),
@@ -211,7 +212,6 @@ class Waits:
         }
         for name, document in documents.items():
             folders.write(folder.path / f"{name}.json", json.dumps(document, default=repr))
-        self._tell(found)
         self._recording.note(folder)
 
     @staticmethod

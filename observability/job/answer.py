@@ -17,6 +17,8 @@ NO_ANSWER = "no answer within"
 """Begins the reason of a silence that ended with the time limit."""
 ELSEWHERE = "its part is on"
 """Begins the reason of a silence of a rank of another host, of whose state this one knows nothing."""
+NO_PART = "it left no part in this incident"
+"""The silence of a rank in an incident: the disk may have been full, so this alone accuses no rank."""
 RUNNABLE = frozenset("RS")
 """States of a process that may yet answer."""
 
@@ -46,7 +48,7 @@ class Answer:
     @property
     def is_gone(self) -> bool:
         """Whether nothing listens there, or its process cannot run: its silence is not slowness."""
-        may_be_well = self.silence.startswith((NO_ANSWER, ELSEWHERE))
+        may_be_well = self.silence.startswith((NO_ANSWER, ELSEWHERE, NO_PART))
         return not may_be_well or (self.outside is not None and not self.runs)
 
     def has_entered(self, uid: str, seq: int) -> bool:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from observability.job.answer import ELSEWHERE, NO_ANSWER, Answer
+from observability.job.answer import ELSEWHERE, NO_ANSWER, NO_PART, Answer
 from observability.job.diagnosis import Diagnosis, diagnose, waiting_in
 from observability.job.gathering import read_request
 from observability.job.rank_text import named, rank_text, ranks_of
@@ -197,6 +197,15 @@ def test_ranks_of_other_hosts_are_judged_by_the_operation_they_were_seen_at() ->
     assert "its part is on host b" in verdict
     found = diagnose({0: waiting, 1: rank(4), 2: elsewhere(4)}, AFTER_S)
     assert found.culprits == (1,), "what is known for sure goes first"
+
+
+def test_a_rank_that_could_not_write_its_part_is_not_accused_beside_one_that_is_missing() -> None:
+    waiting = rank(5, operation(5))
+    assert diagnose({0: waiting, 1: Answer(silence=NO_PART), 2: rank(4)}, AFTER_S).culprits == (2,)
+    stopped = {"state": "T", "words": "process 7 is stopped", "cause": ""}
+    answers = {0: waiting, 1: Answer(silence=NO_PART, outside=stopped), 2: rank(4)}
+    assert diagnose(answers, AFTER_S).culprits == (1, 2)
+    assert diagnose({0: waiting, 1: Answer(silence=NO_PART), 2: waiting}, AFTER_S).culprits == (1,)
 
 
 def test_a_closed_control_plane_holds_no_lock() -> None:
