@@ -83,12 +83,21 @@ class Recording:
         """Remember an incident; the process that has made its folder tells the path."""
         self.joined(folder.path)
         if folder.is_new:
-            self.is_mine = True
+            self.made(folder.path)
             log.warning("incident: %s", folder.path, extra={"path": str(folder.path)})
 
     def joined(self, path: Path) -> None:
         """Remember an incident that this rank has a part in."""
         self.latest, exit_report.incident = path, str(path)
+
+    def made(self, path: Path) -> None:
+        """Remember an incident whose folder this process has made: then it tells the path at its end."""
+        self.joined(path)
+        self.is_mine = True
+
+    def forget(self) -> None:
+        """Forget the latest incident: it was none."""
+        self.latest, self.is_mine, exit_report.incident = None, False, ""
 
     def last_words(self, error: BaseException | None) -> None:
         """Tell the path again as the last line of a process that an error ends."""

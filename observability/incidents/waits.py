@@ -168,6 +168,7 @@ class Waits:
         self._add_parts(folder.path)
         if not folder.is_new:
             return
+        self._recording.made(folder.path)  # a failure of this rank may come before the verdict
         until = time.monotonic() + self._after_s + PART_S
         while len(list(folder.path.glob("hang-*.json"))) < job.world_size and time.monotonic() < until:
             time.sleep(POLL_S)
@@ -201,8 +202,11 @@ class Waits:
         found = diagnose(answers, self._after_s / 2)
         has_reason = found.waiting and (found.culprits or found.cycles or found.divergences)
         if not (has_reason and confirmed & self._waiting().keys()):
-            if not any(folder.path.glob("failure-*.json")):
+            if any(folder.path.glob("failure-*.json")):  # its ranks have joined, and told no path
+                self._recording.note(folder)
+            else:
                 shutil.rmtree(folder.path, ignore_errors=True)
+                self._recording.forget()
             return
         self._tell(found)  # first, as the disk may be full
         documents = {

@@ -10,6 +10,7 @@ import time
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from support.warm_interpreter import CHILDREN, warm_executable, warm_python
 import observability
 from dist2 import ProcessGroup
 from dist2.cli.app import cli
+from dist2.operation.signature import GroupInfo
 from observability.incidents import folders
 from observability.incidents.recording import Recording
 from observability.incidents.waits import Waits
@@ -102,8 +104,10 @@ def test_a_failure_keeps_the_folder_of_a_wait_that_is_over(tmp_path: Path) -> No
             super()._add_parts(path)
             (path / "failure-0.json").write_text("{}")
 
-    rank_1_looks(tmp_path, look_twice, Failing)
+    with logged() as records:
+        rank_1_looks(tmp_path, look_twice, Failing)
     (folder,) = tmp_path.glob("2*")
+    assert f"incident: {folder}" in [each["event"] for each in records]
     assert not (folder / "desync.json").exists()
 
 
@@ -121,6 +125,17 @@ def test_a_rank_that_waits_for_nothing_joins(tmp_path: Path) -> None:
         assert json.loads((folder / "hang-0.json").read_text())["why"] == "the job waits"
 
     run_ranks(1, body, INPROC)
+
+
+def test_a_failure_before_the_verdict_tells_the_path_last(tmp_path: Path, capsys: Any) -> None:
+    class Told(WaitEnds):
+        def _conclude(self, folder: folders.Folder, job: GroupInfo, confirmed: set[object]) -> None:
+            self._recording.last_words(ValueError("a bad batch"))
+            super()._conclude(folder, job, confirmed)
+
+    recording = rank_1_looks(tmp_path, look_twice, Told)
+    assert re.search(r"dist2: incident: \S+, read it with: dist2 why \S+$", capsys.readouterr().err.strip())
+    assert not recording.is_mine, "it is removed in the end"
 
 
 def test_a_control_plane_sees_to_it_where_there_is_one(tmp_path: Path) -> None:
