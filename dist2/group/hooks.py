@@ -95,9 +95,11 @@ class PreHooks(GroupParts):
 
     def _refuse(self, error: BaseException) -> None:
         """Revoke the group because of an error that the other ranks cannot see."""
-        self.backend.broken_by(error)
-        with suppress(InvalidUsageError):  # a backend without control messages: others wait for their limit
-            self.backend.revoke(self.info.rank)
+        try:
+            self.backend.broken_by(error)  # tells the text of the error, which may raise
+        finally:
+            with suppress(InvalidUsageError):  # no control messages: others wait for their limit
+                self.backend.revoke(self.info.rank)
 
 
 def check_nan(operation: Operation, inputs: Tensors, outputs: Tensors) -> None:

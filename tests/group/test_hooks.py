@@ -81,6 +81,23 @@ def test_a_hook_refuses_an_operation_on_one_rank(tenant: Tenant) -> None:
     run_ranks(2, body, tenant)
 
 
+def test_a_hook_whose_error_has_no_text_frees_the_others() -> None:
+    class SilentError(Exception):
+        def __str__(self) -> str:
+            raise KeyError("no text")
+
+    def body(pg: ProcessGroup) -> None:
+        def hook(*_: Any) -> None:
+            raise SilentError
+
+        if pg.rank() == 1:
+            pg.register_pre_hook(hook)
+        with pytest.raises(KeyError if pg.rank() == 1 else GroupRevokedError):
+            pg.all_reduce(torch.ones(2))
+
+    run_ranks(2, body, INPROC, timeout=5)
+
+
 def test_a_nan_is_named_before_it_is_sent() -> None:
     def body(pg: ProcessGroup) -> None:
         with pg.split([0, 1]) as checked:  # derived groups check as well
