@@ -4,7 +4,8 @@ Theory of operation. A rank that waits asks a control plane, the *hub*, which ra
 (`observability.job.watch`). The hub keeps its diagnoses: a wait that two of them have, with one reason, is
 confirmed. The hub then asks all ranks for their stacks and last operations, writes these into the folder of
 the incident, and has each rank write its own part; a rank that cannot answer is seen from outside. After
-that, each rank carries out the policy. So the evidence is complete before anything is ended.
+that, a second request has each rank carry out the policy. So the evidence is complete before anything is
+ended, and each rank knows the verdict when it sees that another one has aborted a group.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ EXIT_CODE = 86
 """Exit code of a rank that ``DIST2_ON_HANG=exit`` ends."""
 OTHERS_S = 10.0
 """How long the other ranks may take to write their parts."""
+EXPLAINS_S = 30.0
+"""How long failures are explained by the wait that the policy ends."""
 SENTENCES = 3
 """Sentences of the verdict that an error has."""
 
@@ -58,6 +61,8 @@ class HangRecorder:
         self._after_s = after_s
         self._before: dict[Key, tuple[int, ...]] = {}
         self._confirmed: set[Key] = set()
+        self._explanation = ""
+        self._explains_until_s = 0.0
 
     def look(self, found: Diagnosis) -> None:
         """Take note of a diagnosis of this rank: a wait that the one before has too is confirmed."""
@@ -87,10 +92,14 @@ class HangRecorder:
             folder = self._written(self._recording, documents)
         if self._policy == "observe" and folder is None:
             return
-        name = "" if folder is None else folder.name
-        request: dict[str, object] = {"folder": name, "why": verdict, "then": self._policy}
-        member.ask_others("/job/incident", request, OTHERS_S)
-        self.take_part(request)
+        request: dict[str, object] = {
+            "folder": "" if folder is None else folder.name,
+            "why": verdict,
+            "then": self._policy,
+        }
+        for acts in (False, True)[: 1 + (self._policy != "observe")]:
+            member.ask_others("/job/incident", {**request, "acts": acts}, OTHERS_S)
+            self.take_part({**request, "acts": acts}, is_told=False)
 
     def _written(self, recording: Recording, documents: dict[str, object]) -> Path | None:
         """Write the answers of all ranks; return the folder, or None if that is impossible."""
@@ -106,8 +115,12 @@ class HangRecorder:
         recording.note(folder)
         return folder.path
 
-    def take_part(self, request: dict[str, object]) -> None:
-        """Write the part of this rank, and carry out the policy, as a rank has asked that confirmed a wait.
+    def take_part(self, request: dict[str, object], is_told: bool = True) -> None:
+        """Write the part of this rank, or carry out the policy, as a rank has asked that confirmed a wait.
+
+        Args:
+            request: The name of the folder, the verdict, the policy, and whether to carry it out.
+            is_told: Whether another rank has asked, which logs it for all.
 
         Raises:
             KeyError, ValueError: It is no such request.
@@ -115,11 +128,27 @@ class HangRecorder:
         name, why, then = str(request["folder"]), str(request["why"])[:4000], str(request["then"])
         if then not in ("observe", "abort", "exit"):
             raise ValueError(f"then must be observe, abort or exit, got {then[:80]!r}")
+        acts = bool(request["acts"])
         where = self._take_part(name, why) if name else None
-        if then != "observe":
-            why += "" if where is None else f"; incident: {where}"
-            act = threading.Thread(target=self._act, args=(then, why), name="dist2-hang", daemon=True)
+        if then == "observe":
+            return
+        words = f"DIST2_ON_HANG={then}, as the job waited: {why}"
+        words += "" if where is None else f"; incident: {where}"
+        self._explain_failures(words)
+        if acts:
+            log.log(logging.INFO if is_told else logging.ERROR, "rank %d: %s", self._member.rank, words)
+            act = threading.Thread(target=self._act, args=(then, words), name="dist2-hang", daemon=True)
             act.start()  # after the answer to the request
+
+    def _explain_failures(self, words: str) -> None:
+        """Add a note to the errors of the next seconds: another rank may abort first."""
+        if not self._explanation:
+            recorder.on_broken.append(self._explain)
+        self._explanation, self._explains_until_s = words, time.monotonic() + EXPLAINS_S
+
+    def _explain(self, operation: Operation) -> None:
+        if operation.error is not None and time.monotonic() < self._explains_until_s:
+            operation.error.add_note(self._explanation)
 
     def _take_part(self, name: str, why: str) -> Path | None:
         """Write the part of this rank; return the folder, or None where incidents are off."""
@@ -137,19 +166,11 @@ class HangRecorder:
         recording.joined(path)
         return path
 
-    def _act(self, then: str, why: str) -> None:
+    def _act(self, then: str, words: str) -> None:
         """Abort the groups of this rank, or end this process."""
-        words = f"DIST2_ON_HANG={then}, as the job waited: {why}"
-        log.error("rank %d: %s", self._member.rank, words)
         if then == "exit":
             exit_report.report(GroupAbortedError(words))
             os._exit(EXIT_CODE)  # the main thread waits, and no exception can be raised in it
-
-        def note(operation: Operation) -> None:
-            if operation.error is not None:
-                operation.error.add_note(words)
-
-        recorder.on_broken.append(note)
         abort_building(lambda: GroupAbortedError(words))
         for group in open_groups():
             if global_rank(group.info) == self._member.rank:

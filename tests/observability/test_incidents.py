@@ -254,6 +254,23 @@ def test_a_wait_is_confirmed_by_a_second_look() -> None:
         hang.take_part({"folder": "", "why": "", "then": "reboot"})
 
 
+def test_a_rank_that_another_aborts_first_knows_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instrument, "on_broken", [])
+    hang: Any = HangRecorder(Asked(), None, "abort", 1.0)  # type: ignore[arg-type]
+
+    def body(pg: ProcessGroup) -> None:
+        hang.take_part({"folder": "", "why": "rank 1 sleeps", "then": "abort", "acts": False})
+        assert not pg.is_closed, "first all ranks write their parts"
+        if pg.rank() == 0:
+            pg.abort()
+            return
+        with pytest.raises(Dist2Error) as raised:
+            pg.all_reduce(torch.ones(2))
+        assert raised.value.__notes__ == ["DIST2_ON_HANG=abort, as the job waited: rank 1 sleeps"]
+
+    run_ranks(2, body, INPROC)
+
+
 def test_abort_raises_on_all_ranks_with_the_verdict(tmp_path: Path) -> None:
     recording, errors = Recording(tmp_path), dict[int, BaseException]()
     over, hooks = threading.Barrier(2), list(instrument.on_broken)
