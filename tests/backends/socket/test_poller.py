@@ -23,14 +23,16 @@ def test_a_waiter_asks_whether_it_is_done_without_the_lock_of_the_links() -> Non
             with other:  # held below, where the lock of the links is taken next
                 return True
 
-        assert poller.role.acquire(timeout=LIMIT_S)  # another thread polls
+        assert poller.role.acquire(False)  # another thread polls
         waiting = threading.Thread(
             target=poller.run_until, args=(done, deadline_in(LIMIT_S), lambda: False, False), daemon=True
         )
         with other:
             waiting.start()
             assert asked.wait(LIMIT_S)
-            assert fabric.lock.acquire(timeout=LIMIT_S / 2)
+            taken = threading.Event()
+            threading.Thread(target=lambda: [fabric.lock.acquire(), taken.set()], daemon=True).start()
+            assert taken.wait(LIMIT_S / 2)
             fabric.lock.release()
         waiting.join(LIMIT_S)
         assert not waiting.is_alive()

@@ -37,6 +37,7 @@ from dist2.backends.socket.transport.poller import Poller
 from dist2.backends.socket.transport.rounds import Rounds
 from dist2.backends.socket.wire import Header, Kind
 from dist2.errors import GroupAbortedError
+from dist2.runtime.lock import Lock
 from dist2.runtime.resources import system_call
 from dist2.security.authenticator import Credentials
 
@@ -95,7 +96,7 @@ class Fabric:
         congestion: str = "reno",
     ) -> None:
         credentials = credentials or Credentials(job_id=job_id)
-        self.lock = threading.Lock()
+        self.lock = Lock()
         self._link_watch = LinkWatch(self._look_after_links, attend_s)
         self._mailboxes: dict[int, Mailbox] = {}
         with system_call("epoll_create1"):

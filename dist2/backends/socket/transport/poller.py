@@ -20,6 +20,7 @@ from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.backends.socket.transport.rounds import RING_ROUNDS, Rounds
 from dist2.backends.socket.transport.spinning import Crowd, Spinning
+from dist2.runtime.lock import Lock
 from dist2.runtime.signals import ctrl_c
 
 _POLL_S = 0.05
@@ -64,7 +65,7 @@ class Poller:
 
     def __init__(
         self,
-        lock: threading.Lock,
+        lock: Lock,
         alarm: Alarm,
         rounds: Rounds,
         rings: Rings,
@@ -75,7 +76,7 @@ class Poller:
     ) -> None:
         self.spins = spins
         self.crowd = Crowd()
-        self.role = threading.Lock()
+        self.role = Lock()
         self.closed = False
         self.wake = alarm.ring
         self._lock = lock
@@ -84,7 +85,7 @@ class Poller:
         self._dispatch = dispatch
         self._outcomes = outcomes
         self._mailboxes = mailboxes
-        self._changed = threading.Condition(lock)
+        self._changed = threading.Condition(lock)  # type: ignore[arg-type]  # as good as one of threading's
         self._waiters = 0
         self._told = 0  # how often waiters were told that something has changed
         self._background = Background(lock, self._is_watched, self._make_progress)

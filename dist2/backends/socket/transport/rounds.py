@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import select
-import threading
 from time import monotonic_ns
 
 from dist2.backends.socket.transport.alarm import Alarm
@@ -13,6 +12,7 @@ from dist2.backends.socket.transport.links.reception import Reception
 from dist2.backends.socket.transport.messages.borrower import Borrower
 from dist2.backends.socket.transport.messages.courier import Courier
 from dist2.backends.socket.transport.messages.departures import Departures
+from dist2.runtime.lock import Lock
 
 RING_ROUNDS = 16
 """Descriptors have their turn as often, in rounds, while rings are never empty."""
@@ -40,7 +40,7 @@ class Rounds:
 
     def __init__(
         self,
-        lock: threading.Lock,
+        lock: Lock,
         epoll: select.epoll,
         alarm: Alarm,
         linkage: Linkage,

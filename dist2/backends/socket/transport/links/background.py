@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from dist2.runtime.lock import Lock
 from dist2.runtime.resources import scarce_resources
 from dist2.runtime.threads import Worker
 
@@ -22,7 +23,7 @@ class Background:
         work: Does it, without the lock; called a moment after `is_busy` has said so, again and again.
     """
 
-    def __init__(self, lock: threading.Lock, is_busy: Callable[[], bool], work: Callable[[], None]) -> None:
+    def __init__(self, lock: Lock, is_busy: Callable[[], bool], work: Callable[[], None]) -> None:
         self._lock = lock
         self._is_busy = is_busy
         self._work = work

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from time import monotonic_ns
 
@@ -14,6 +13,7 @@ from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.backends.socket.transport.messages.transfer import Receiving
 from dist2.backends.socket.wire import Header, Kind
+from dist2.runtime.lock import Lock
 
 
 class Borrower:
@@ -32,7 +32,7 @@ class Borrower:
 
     def __init__(
         self,
-        lock: threading.Lock,
+        lock: Lock,
         linkage: Linkage,
         courier: Courier,
         outcomes: Outcomes,

@@ -28,6 +28,7 @@ from dist2.backends.socket.transport.links.ring cimport (
 from dist2.backends.socket.transport.messages.credit cimport Account
 from dist2.operation.plan_cache cimport Lane
 from dist2.operation.record cimport Operation
+from dist2.runtime.lock cimport Lock
 
 from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.messages.credit import REPORTED_BYTES
@@ -84,7 +85,7 @@ cdef class Express:
     """
 
     cdef object poller, crowd, mailbox, delivery, outcomes, rings, fingerprint, fabric_id, number
-    cdef object acquire, release, take_lock_of_role, release_role
+    cdef Lock lock, role
     cdef dict outgoing, links_from, posted, arrived
     cdef set told, aborters, left
     cdef tuple key, key_of_any
@@ -101,8 +102,7 @@ cdef class Express:
         self.outgoing, self.links_from = fabric.linkage.outgoing, fabric.linkage.rings.links_from
         self.posted, self.arrived = mailbox._posted, mailbox._arrived
         self.aborters, self.left = mailbox.aborters, mailbox.left
-        self.acquire, self.release = fabric.lock.acquire, fabric.lock.release
-        self.take_lock_of_role, self.release_role = fabric.poller.role.acquire, fabric.poller.role.release
+        self.lock, self.role = fabric.lock, fabric.poller.role
         self.rank, self.fingerprint, self.nbytes = lot.peer, lot.fingerprint, lot.nbytes
         self.cost, self.credit, self.spins, self.lone_spins = lot.cost, lot.credit, spins, lone_spins
         self.number, self.fabric_id = lot.peer, mailbox.fabric_ids[lot.peer]
@@ -131,27 +131,27 @@ cdef class Express:
     cdef bint send_from(self, const char *payload, long long now) except -1:
         """Send a message; ``now`` is the start of the call."""
         self.glance(now)
-        self.acquire()
+        self.lock.enter()
         try:
             link = self.outgoing.get(self.fabric_id)
             tx = self.way_out(link, False)
             if tx is None or not self.push(tx, payload, self.nbytes):
                 return False
         finally:
-            self.release()
+            self.lock.give()
         wake(link, tx, READER_SLEEPS)
         return True
 
     cdef int send_first(self, const char *payload, long long now) except -1:
         """Send a short message without Python code: as `Lane.send`."""
-        if self.nbytes >= LONG_BYTES or now - self.glanced_ns > GLANCE_NS or not self.acquire(False):
+        if self.nbytes >= LONG_BYTES or now - self.glanced_ns > GLANCE_NS or not self.lock.take():
             return 0
         try:
             tx = self.way_out(self.outgoing.get(self.fabric_id), False)
             if tx is None or not self.push(tx, payload, self.nbytes):
                 return 0
         finally:
-            self.release()
+            self.lock.give()
         return 2 if read_word(&tx.ring.words[READER_SLEEPS]) else 1
 
     cdef int glance(self, long long now) except -1:
@@ -265,7 +265,7 @@ cdef class Express:
     cdef RingWriter push_offer(self, Loan *loan):
         """Enter a loan and write its offer; return the ring, or None with nothing done."""
         cdef long long slot
-        self.acquire()
+        self.lock.enter()
         try:
             link = self.outgoing.get(self.fabric_id)
             tx = self.way_out(link, True)
@@ -277,7 +277,7 @@ cdef class Express:
                 tx.revoke(slot)
                 return None
         finally:
-            self.release()
+            self.lock.give()
         wake(link, tx, READER_SLEEPS)
         return tx
 
@@ -291,12 +291,12 @@ cdef class Express:
         memcpy(taken + TRANSFER_AT, &loan.number, sizeof(loan.number))
         if not ring_pull(&rx.ring, taken, HEADER_BYTES, NULL, 0):
             return False
-        self.acquire()
+        self.lock.enter()
         try:
             ring_consume(&rx.ring, HEADER_BYTES)
             tx.revoke(loan.slot)
         finally:
-            self.release()
+            self.lock.give()
         return True
 
     # Receiving
@@ -343,7 +343,7 @@ cdef class Express:
         if not self.take_role():
             return None
         try:
-            self.acquire()
+            self.lock.enter()
             try:
                 link = self.link_in(posted, True)
                 rx = None if link is None else link.rx
@@ -351,7 +351,7 @@ cdef class Express:
                     return None
                 pulled = self.pull_at_once(rx, to, nbytes, posted, is_offer)
             finally:
-                self.release()
+                self.lock.give()
             if pulled:
                 self.settle(link, rx)
             else:
@@ -362,10 +362,10 @@ cdef class Express:
 
     cdef bint take_role(self) except -1:
         """Take the role of the poller, if it is free."""
-        return not self.poller.closed and self.take_lock_of_role(False)
+        return not self.poller.closed and self.role.take()
 
     cdef int give_role(self) except -1:
-        self.release_role()
+        self.role.give()
         if self.poller._waiters:
             self.poller.tell_waiters()
         return 0
@@ -389,12 +389,12 @@ cdef class Express:
 
     cdef object ring_in(self):
         """Return the link of incoming messages, if it has a ring, the next bytes in which begin a frame."""
-        self.acquire()
+        self.lock.enter()
         try:
             link = self.link_in(None, False)
             return None if link is None or link.rx is None else link
         finally:
-            self.release()
+            self.lock.give()
 
     cdef bint is_free(self) except -1:
         """Whether a receive posted now would get the next message of the lot. With the lock."""
@@ -430,7 +430,7 @@ cdef class Express:
                 here = ring_pull(&rx.ring, header, HEADER_BYTES, first, nbytes)
         if not here:
             return False
-        self.acquire()
+        self.lock.enter()
         try:
             if self.mailbox.fault is not None or not (posted is None or self.is_first(posted)):
                 return False  # other threads may have failed or completed the receive meanwhile
@@ -439,7 +439,7 @@ cdef class Express:
             elif not self.pull_whole(rx, to, nbytes, posted, is_offer):
                 return False
         finally:
-            self.release()
+            self.lock.give()
         self.settle(link, rx)
         return True
 
@@ -498,7 +498,7 @@ cdef class Express:
         """Read a report of received bytes, if that is the next frame: as `Dispatch.on_credit`. With the role."""
         cdef char found[HEADER_BYTES]
         cdef uint64_t total
-        self.acquire()
+        self.lock.enter()
         try:
             if not ring_pull_like(&rx.ring, self.received, TOTAL_AT, found, HEADER_BYTES):
                 return False
@@ -508,7 +508,7 @@ cdef class Express:
             self.account.used = 0 if total > <uint64_t>self.account.used else self.account.used - <long long>total
             ring_consume(&rx.ring, HEADER_BYTES)
         finally:
-            self.release()
+            self.lock.give()
         wake(link, rx, WRITER_SLEEPS)
         return True
 
@@ -576,24 +576,24 @@ cdef class Express:
             fine = fine and (done == <size_t>self.nbytes or not self.has_failed())
         if not fine:
             return UNREAD
-        self.acquire()
+        self.lock.enter()
         try:
             if self.has_failed() or not rx.is_lent(loan.slot, loan.number):
                 return UNTOLD
             return TOLD if self.answer(self.taken, TRANSFER_AT, loan.number) else UNTOLD
         finally:
-            self.release()
+            self.lock.give()
 
     # Receives that were posted before
 
     cdef object first_posted(self):
         """Return the receive of the lot's key that was posted first, if it is of this lot."""
-        self.acquire()
+        self.lock.enter()
         try:
             queue = self.posted.get(self.key)
             return queue[0] if queue and queue[0].fingerprint == self.fingerprint else None
         finally:
-            self.release()
+            self.lock.give()
 
     cdef bint serve_first(self, link, RingReader rx, adopt) except -1:
         """Deliver the next message to the receive that was posted first, if both are of this lot. With the role.
@@ -631,11 +631,11 @@ cdef class Express:
         if not read:
             adopt(posted, link, offered)
             return False
-        self.acquire()
+        self.lock.enter()
         try:
             self.end_posted(posted)
         finally:
-            self.release()
+            self.lock.give()
         self.settle(link, rx)
         return True
 
