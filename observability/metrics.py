@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from dist2.operation.counters import Counters, Counting
+from dist2.operation.counters import Counters, Counting, Entering
 from dist2.operation.record import Operation
 from dist2.operation.signature import GroupInfo, Signature
 from observability.flight_recorder import global_rank
@@ -209,9 +209,9 @@ class Metrics:
         # Names of the others that have labels, the one closed first before.
         self._closed: dict[str, None] = {}
         self._lock = threading.Lock()
-        # The method below without a Python frame: it is called before every operation.
-        self.operation_started = self._in_flight.add  # type: ignore[assignment, method-assign]  # in place of the method
-        # And this one in C, which leaves failures to it.
+        # The methods below, compiled: they are called before and after every operation. The second one leaves
+        # failures to the method.
+        self.operation_started = Entering(self._in_flight)  # type: ignore[method-assign]  # in place of the method
         self.operation_finished = Counting(  # type: ignore[method-assign]  # in place of the method
             self._in_flight, self._by_signature, self.operation_finished, self._fresh
         )

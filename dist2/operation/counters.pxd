@@ -15,6 +15,10 @@ cdef class Counters:
     cdef bint _count(self, Operation operation, long long nbytes) noexcept
 
 
+cdef class Entering(Listener):
+    cdef set _in_flight
+
+
 cdef class Counting(Listener):
     cdef set _in_flight
     cdef dict _by_signature

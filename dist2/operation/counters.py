@@ -1,5 +1,5 @@
 # cython: annotation_typing=False, boundscheck=False, wraparound=False
-"""Counters of operations that ended, for instruments: `Counting` counts all of them, `Tallying` messages.
+"""Listeners: `Entering` notes operations that begin, `Counting` and `Tallying` count those that ended.
 
 They handle what is usual, at every operation, without a Python call. The rest is left to a method of the
 instrument, ``rare``.
@@ -43,10 +43,8 @@ class Counters:
         return PLACES
 
     def __iter__(self) -> Iterator[int]:
-        numbers: list[int] = []
-        for place in range(PLACES):  # in C, as a scrape reads all numbers of all series
-            numbers.append(self[place] if self._carries[place] else self._values[place])
-        return iter(numbers)
+        places = range(PLACES)  # a scrape reads all numbers of all series
+        return iter([self[place] if self._carries[place] else self._values[place] for place in places])
 
     def __getitem__(self, place: int) -> int:
         if not 0 <= place < PLACES:
@@ -86,6 +84,22 @@ class Counters:
             self._values[MAX_NS] = elapsed
         self._values[LAST_SEQ] = operation.seq
         return True
+
+
+class Entering(Listener):
+    """Notes operations that begin.
+
+    Args:
+        in_flight: Gets them.
+    """
+
+    def __init__(self, in_flight: set[Operation]) -> None:
+        self._in_flight = in_flight
+
+    def hear(self, operation: Operation) -> int:
+        """Note an operation."""
+        self._in_flight.add(operation)
+        return 0
 
 
 class Counting(Listener):

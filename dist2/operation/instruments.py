@@ -50,8 +50,24 @@ class Instrument(Protocol):
 _EVENTS = ("group_opened", "group_closed", "operation_started", "operation_finished")
 
 
+class Calling(Listener):
+    """The listener of an instrument's method in Python.
+
+    Args:
+        method: The method.
+    """
+
+    def __init__(self, method: Tell) -> None:
+        self._method = method
+
+    def hear(self, operation: Operation) -> int:
+        """Call the method with an operation."""
+        self._method(operation)
+        return 0
+
+
 class Dispatch:
-    """The instruments of this process, flattened to one tuple of bound methods an event.
+    """The instruments of this process, flattened to one tuple of listeners an event.
 
     Attributes:
         profiler: Names in torch's profiler; `RUNS` tells whether it runs.
@@ -63,11 +79,11 @@ class Dispatch:
         self.profiler = NAMES
         self._ranges = ProfilerRanges(self.add)
         self.instruments: tuple[Instrument, ...] = ()
-        self.operation_started: tuple[Tell, ...] = ()
-        self.operation_finished: tuple[Tell, ...] = ()
+        self.operation_started: tuple[Listener, ...] = ()
+        self.operation_finished: tuple[Listener, ...] = ()
         self._lock = threading.Lock()
         self._loaded = False
-        self.on_raise: Callable[[Tell, Exception], None] = self.raised
+        self.on_raise: Callable[[Listener, Exception], None] = self.raised
 
     def add(self, instrument: Instrument) -> Callable[[], None]:
         """Register an instrument; return a callable that removes it again.
@@ -124,8 +140,8 @@ class Dispatch:
 
     def _set(self, instruments: tuple[Instrument, ...]) -> None:
         self.instruments = instruments
-        self.operation_started = tuple(each.operation_started for each in instruments)
-        self.operation_finished = tuple(each.operation_finished for each in instruments)
+        self.operation_started = tuple([_listener(each.operation_started) for each in instruments])
+        self.operation_finished = tuple([_listener(each.operation_finished) for each in instruments])
 
     def notice(self, operation: Operation) -> None:
         """Show an operation that was called or begins to torch's profiler, if that runs."""
@@ -149,23 +165,30 @@ class Dispatch:
         """Tell every instrument that an operation ended."""
         tell(self.operation_finished, operation, self.on_raise)
 
-    def raised(self, teller: Tell, error: Exception) -> None:
+    def raised(self, listener: Listener, error: Exception) -> None:
         """Remove the instrument whose method raised."""
         with self._lock:
             methods = zip(self.instruments, self.operation_started, self.operation_finished, strict=True)
-            raised = [each for each, *tells in methods if any(tell is teller for tell in tells)]
+            raised = [each for each, *heard in methods if any(one is listener for one in heard)]
         for instrument in raised:
             self.drop(instrument, error)
 
 
-def tell(listeners: tuple[Tell, ...], operation: Operation, failed: Callable[[Tell, Exception], None]) -> int:
-    """Call each of ``listeners`` with an operation.
+def _listener(method: Tell) -> Listener:
+    """Return the listener of an instrument's method: many are one."""
+    return method if isinstance(method, Listener) else Calling(method)
+
+
+def tell(
+    listeners: tuple[Listener, ...], operation: Operation, failed: Callable[[Listener, Exception], None]
+) -> int:
+    """Have each of ``listeners`` hear of an operation.
 
     Args:
-        listeners: The callables, in order.
-        operation: Their argument.
-        failed: Called with a callable that raised, and its exception, if that is an `Exception`; the others
-            are still called.
+        listeners: In order.
+        operation: What they hear of.
+        failed: Called with a listener that raised, and its exception, if that is an `Exception`; the others
+            still hear of it.
 
     Returns:
         0.
@@ -177,12 +200,8 @@ def tell(listeners: tuple[Tell, ...], operation: Operation, failed: Callable[[Te
     while at < len(listeners):
         try:
             while at < len(listeners):
-                each = listeners[at]
-                if isinstance(each, Listener):
-                    listener = each
-                    listener.hear(operation)
-                else:
-                    each(operation)
+                listener = listeners[at]
+                listener.hear(operation)
                 at += 1
         except Exception as error:  # noqa: BLE001 - its instrument is dropped
             failed(listeners[at], error)

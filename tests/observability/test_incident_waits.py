@@ -156,8 +156,9 @@ def test_a_control_plane_may_be_imported_just_now(tmp_path: Path, monkeypatch: p
 def test_a_line_that_waits_on_purpose_is_written_only_if_it_takes_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits, written = Waits(Recording(tmp_path), 1.0), []
-    ages: list[dict[object, tuple[str, float]]] = [
+    waits = Waits(Recording(tmp_path), 1.0)
+    written: list[object] = []
+    ages: list[dict[str, tuple[str, float]]] = [
         *[{"checkpoint 1": ("train.py:9", age)} for age in (1.0, 2.0, 3.0)],
         {},
         *[{"checkpoint 2": ("train.py:9", age)} for age in (1.0, 3.0, 5.9, 6.0, 7.0)],

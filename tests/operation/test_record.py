@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dist2.operation.counters import Counters, Counting, Tally, Tallying
-from dist2.operation.instruments import tell
+from dist2.operation.instruments import Calling, tell
 from dist2.operation.kinds import SUM, OpKind
 from dist2.operation.record import FIELDS, Operation
 from dist2.operation.signature import GroupInfo, Signature, TensorMeta
@@ -152,15 +152,17 @@ def test_what_raises_is_handed_over_and_the_others_are_told() -> None:
     def failed(teller: object, error: Exception) -> None:
         told.append((teller, error.args, error.__traceback__ is not None))
 
-    tell((told.append, bad, told.append), 5, failed)
-    assert told == [5, (bad, (5,), True), 5]
+    operation = Operation(SIGNATURE, 1, 0, 1, False)
+    first, broken, last = Calling(told.append), Calling(bad), Calling(told.append)
+    tell((first, broken, last), operation, failed)
+    assert told == [operation, (broken, (operation,), True), operation]
 
     def interrupted(operation: object) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        tell((interrupted, told.append), 6, failed)
-    assert 6 not in told
+        tell((Calling(interrupted), last), operation, failed)
+    assert len(told) == 3
 
 
 def counted(metrics: Metrics, count: Callable[[Operation], None]) -> object:

@@ -15,8 +15,12 @@ import dist2
 from dist2 import ProcessGroup
 from dist2.errors import Dist2Error
 from dist2.operation import runner
-from dist2.operation.instruments import add_instrument, tell
-from dist2.operation.record import State
+from dist2.operation.instruments import Calling, add_instrument, tell
+from dist2.operation.kinds import OpKind
+from dist2.operation.record import Operation, State
+from dist2.operation.signature import GroupInfo, Signature
+
+OPERATION = Operation(Signature(OpKind.BARRIER, GroupInfo("uid", "g", "", "fake", 0, (0,))), 1, 0, 1, False)
 
 
 @pytest.fixture
@@ -40,7 +44,7 @@ def poisoning_raises(pg: ProcessGroup, raised: Raised, patched: pytest.MonkeyPat
 
 def test_a_handler_of_an_instruments_failure_that_fails_keeps_that_in_its_context() -> None:
     raised = Raised()
-    chain = raised.chain_of(tell, (raised.raising("first"),), object(), raised.raising("second"))
+    chain = raised.chain_of(tell, (Calling(raised.raising("first")),), OPERATION, raised.raising("second"))
     assert chain == ["second", "first"]
     assert raised.alive() == []
 
@@ -108,7 +112,7 @@ def test_contexts_that_both_have_in_common_close_no_circle() -> None:
         try:
             raised.raising("handled")()
         except Exception:  # noqa: BLE001 - both are raised while this one is handled
-            tell((raised.raising("first"),), object(), raised.raising("second"))
+            tell((Calling(raised.raising("first")),), OPERATION, raised.raising("second"))
 
     assert raised.chain_of(within) == ["second", "first", "handled"]
     assert raised.alive() == []
@@ -127,5 +131,5 @@ def test_a_cause_that_is_raised_again_closes_no_circle() -> None:
         assert error.__context__ is not None
         raise error.__context__
 
-    assert raised.chain_of(tell, (fail,), object(), again) == ["cause", "first"]
+    assert raised.chain_of(tell, (Calling(fail),), OPERATION, again) == ["cause", "first"]
     assert raised.alive() == []
