@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """`Link`: one stream socket to another process, shared by all groups.
 
 Short frames go first, in order; the payloads of long messages follow in segments, taking turns. A link
@@ -17,9 +18,12 @@ from dist2.backends.socket.transport.links.ring import RingReader, RingWriter
 from dist2.backends.socket.transport.messages.transfer import Receiving, Sending
 from dist2.backends.socket.wire import EAGER_BYTES, SEGMENT_BYTES, WAKE, FrameReader, Header, Kind
 from dist2.errors import WireError
+from dist2.runtime.built import check_built
 from dist2.runtime.resources import is_shortage
 from dist2.runtime.usage import usage
 from dist2.security.tls import TlsStream
+
+check_built(__name__, __file__)
 
 _FRAMES_AT_ONCE = 16
 _READS_AT_ONCE = 16
@@ -113,15 +117,14 @@ class Link:
         """Whether something waits that nothing was written of yet."""
         return bool(self._frames or self._bulk)
 
-    @property
-    def clear(self) -> bool:
+    def is_clear(self) -> bool:
         """Whether the next write goes out first: nothing is queued."""
-        return self.idle and not self._broken
+        return not (self._writing or self._frames or self._bulk or self.leased or self._broken)
 
     @property
     def is_free_socket(self) -> bool:
         """Whether the next send goes straight to the kernel."""
-        return self.tx is None and self.clear
+        return self.tx is None and bool(self.is_clear())
 
     @property
     def prompt(self) -> bool:

@@ -21,6 +21,7 @@ from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport uint64_t
 from libc.string cimport memcpy, memset
 
+from dist2.backends.socket.transport.links.link cimport Link
 from dist2.backends.socket.transport.links.ring cimport (
     MOST_READERS, READER_SLEEPS, WRITER_SLEEPS, End, RingReader, RingWait, RingWriter, Together, clock_ns,
     read_word, ring_consume, ring_has, ring_look, ring_pull, ring_pull_like, ring_push, ring_yield,
@@ -61,12 +62,7 @@ cdef struct Loan:
     uint64_t number, address, slot
 
 
-cdef bint is_clear(link) except -1:
-    """Whether a frame that is written to a link now would be the next to go out."""
-    return not (link._writing or link._frames or link._bulk or link._broken)
-
-
-cdef int wake(link, End end, int sleeper) except -1:
+cdef int wake(Link link, End end, int sleeper) except -1:
     """Wake the other side of a ring if it sleeps."""
     if read_word(&end.ring.words[sleeper]):
         link.wake_peer()
@@ -130,6 +126,7 @@ cdef class Express:
 
     cdef bint send_from(self, const char *payload, long long now) except -1:
         """Send a message; ``now`` is the start of the call."""
+        cdef Link link
         self.glance(now)
         self.lock.enter()
         try:
@@ -161,13 +158,13 @@ cdef class Express:
             self.poller.glance()
         return 0
 
-    cdef RingWriter way_out(self, link, bint is_offer):
+    cdef RingWriter way_out(self, Link link, bint is_offer):
         """Return the ring for a message, or for its offer, if nothing prevents it. With the lock."""
         if link is None or self.mailbox.fault is not None or self.aborters or (self.left and self.number in self.left):
             return None
         # The sender of an offer waits, and can answer the question which operation it is.
         self.is_told = self.is_told or self.fingerprint in self.told
-        return link.tx if (is_offer or self.is_told) and is_clear(link) else None
+        return link.tx if (is_offer or self.is_told) and link.is_clear() else None
 
     cdef bint push(self, RingWriter tx, const char *payload, size_t nbytes) except -1:
         """Write a frame, if there are credit and room. With the lock."""
@@ -190,10 +187,11 @@ cdef class Express:
         Returns:
             False, with nothing done, if the queued path has to do it.
         """
+        cdef Link link
         cdef char header[HEADER_BYTES]
         cdef RingWriter tx
         link = self.outgoing.get(self.fabric_id)
-        tx = link.tx if link is not None and is_clear(link) else None
+        tx = link.tx if link is not None and link.is_clear() else None
         if tx is None:
             return False
         memcpy(header, <const char *>template, HEADER_BYTES)
@@ -205,6 +203,7 @@ cdef class Express:
 
     cdef int wake_receiver(self) except -1:
         """Wake the other side, if it sleeps and does not look into the ring of messages to it."""
+        cdef Link link
         link = self.outgoing.get(self.fabric_id)
         if link is not None and link.tx is not None:
             wake(link, link.tx, READER_SLEEPS)
@@ -235,6 +234,7 @@ cdef class Express:
         return sent
 
     cdef object offer_as_poller(self, Carrier carrier, tensor, const char *address, long long deadline_ns):
+        cdef Link link
         cdef Loan loan
         cdef RingWriter tx
         link = self.ring_in()
@@ -264,6 +264,7 @@ cdef class Express:
 
     cdef RingWriter push_offer(self, Loan *loan):
         """Enter a loan and write its offer; return the ring, or None with nothing done."""
+        cdef Link link
         cdef long long slot
         self.lock.enter()
         try:
@@ -317,6 +318,7 @@ cdef class Express:
         return self.pull(<char *>address, self.nbytes, deadline_ns, receiving, False) is not None
 
     cdef bint take_to(self, char *to) except -1:
+        cdef Link link
         link = self.links_from.get(self.fabric_id)
         if link is None or not self.has_bytes(link.rx):  # without a lock: what comes now could come later
             return False
@@ -339,6 +341,7 @@ cdef class Express:
         Returns:
             The link that it came by; None, with nothing done, if another frame or none is there.
         """
+        cdef Link link
         cdef bint pulled
         if not self.take_role():
             return None
@@ -370,7 +373,7 @@ cdef class Express:
             self.poller.tell_waiters()
         return 0
 
-    cdef object link_in(self, posted, bint wants_next):
+    cdef Link link_in(self, posted, bint wants_next):
         """Return the link of incoming messages, if the next bytes in it begin a frame; None if not. With the lock.
 
         Args:
@@ -387,8 +390,9 @@ cdef class Express:
             return link
         return link if (self.is_first(posted) if posted is not None else self.is_free()) else None
 
-    cdef object ring_in(self):
+    cdef Link ring_in(self):
         """Return the link of incoming messages, if it has a ring, the next bytes in which begin a frame."""
+        cdef Link link
         self.lock.enter()
         try:
             link = self.link_in(None, False)
@@ -410,7 +414,7 @@ cdef class Express:
         return queue is not None and queue[0] is posted
 
     cdef bint pull_from(
-        self, link, RingReader rx, char *to, size_t nbytes, long long deadline_ns, posted, bint is_offer
+        self, Link link, RingReader rx, char *to, size_t nbytes, long long deadline_ns, posted, bint is_offer
     ) except -1:
         """Read the next frame of a link; reports of received bytes before it as well. With the role."""
         while ring_has(&rx.ring, 1) or (deadline_ns and self.watch(rx, deadline_ns)):
@@ -420,7 +424,7 @@ cdef class Express:
                 return False
         return False
 
-    cdef bint pull_next(self, link, RingReader rx, char *to, size_t nbytes, posted, bint is_offer) except -1:
+    cdef bint pull_next(self, Link link, RingReader rx, char *to, size_t nbytes, posted, bint is_offer) except -1:
         """Read the next frame, if it is of this lot. With the role."""
         cdef const char *header = self.header
         cdef char *first = to if posted is None else NULL
@@ -471,7 +475,7 @@ cdef class Express:
             self.delivery.account_for(self.mailbox, self.number, True, self.cost)
         return 0
 
-    cdef int settle(self, link, RingReader rx) except -1:
+    cdef int settle(self, Link link, RingReader rx) except -1:
         """Wake the writer of a ring that frames were read from, and the reader of what was answered."""
         wake(link, rx, WRITER_SLEEPS)
         if self.answered:
@@ -494,7 +498,7 @@ cdef class Express:
         posted.done = True
         return 0
 
-    cdef bint take_received(self, link, RingReader rx) except -1:
+    cdef bint take_received(self, Link link, RingReader rx) except -1:
         """Read a report of received bytes, if that is the next frame: as `Dispatch.on_credit`. With the role."""
         cdef char found[HEADER_BYTES]
         cdef uint64_t total
@@ -553,6 +557,7 @@ cdef class Express:
             True once it is read and the sender knows it; the link, the loan and whether it was read if the queued
             path goes on with that; None, with nothing done.
         """
+        cdef Link link
         cdef Loan loan
         cdef int state
         link = self.pull(<char *>&loan, sizeof(loan), deadline_ns, None, True)
@@ -595,7 +600,7 @@ cdef class Express:
         finally:
             self.lock.give()
 
-    cdef bint serve_first(self, link, RingReader rx, adopt) except -1:
+    cdef bint serve_first(self, Link link, RingReader rx, adopt) except -1:
         """Deliver the next message to the receive that was posted first, if both are of this lot. With the role.
 
         Args:
@@ -616,7 +621,7 @@ cdef class Express:
         finally:
             PyBuffer_Release(&buffer)
 
-    cdef bint fetch_for(self, link, RingReader rx, char *to, posted, adopt) except -1:
+    cdef bint fetch_for(self, Link link, RingReader rx, char *to, posted, adopt) except -1:
         """Read the next message, which is offered, for a posted receive. With the role."""
         cdef Loan loan
         cdef bint read
@@ -644,6 +649,7 @@ cdef class Express:
 
         A following receive whose message has arrived then need not be posted behind them.
         """
+        cdef Link link
         cdef bint served = False
         if not (self.posted and self.key in self.posted and self.take_role()):
             return 0
@@ -668,6 +674,7 @@ cdef class Express:
             adopt: Called with a receive, the link and the loan to leave a message to the queued path.
             deadline_ns: The deadline.
         """
+        cdef Link link
         if not self.take_role():
             return
         try:
@@ -677,7 +684,7 @@ cdef class Express:
         finally:
             self.give_role()
 
-    cdef int fetch_until(self, link, RingReader rx, receiving, adopt, long long deadline_ns) except -1:
+    cdef int fetch_until(self, Link link, RingReader rx, receiving, adopt, long long deadline_ns) except -1:
         cdef long long end_ns = clock_ns() + FETCH_NS
         while clock_ns() < end_ns:
             if not ring_has(&rx.ring, 1) and (receiving.done or not self.watch(rx, deadline_ns)):
