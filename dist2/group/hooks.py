@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from threading import get_ident
 
 import torch
 
@@ -78,17 +79,26 @@ class PreHooks(GroupParts):
 
     def _asking(self, run: Run) -> Run:
         """Return a function that asks the hooks, then runs the operation."""
+        asking: set[int] = set()  # threads
 
         def ask_and_run(
             plan: Plan, inputs: Tensors, outputs: Tensors, async_op: bool, timeout: Timeout
         ) -> Work:
+            if get_ident() in asking:
+                raise InvalidUsageError(
+                    f"a hook of group {self.info.name!r} called {plan.signature}: "
+                    f"hooks must not call operations"
+                )
             operation = self._runner._begin(plan.signature, async_op, timeout)
+            asking.add(get_ident())
             try:
                 for hook in self._pre_hooks:
                     hook(operation, inputs, outputs)
             except BaseException as error:
                 self._refuse(error)
                 raise
+            finally:
+                asking.discard(get_ident())
             return run(plan, inputs, outputs, async_op, timeout)
 
         return ask_and_run

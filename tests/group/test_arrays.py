@@ -193,5 +193,7 @@ def test_arrays_that_torch_cannot_take_are_refused() -> None:
                 pg.all_reduce(array)
         with pytest.raises(InvalidUsageError, match="a stride is negative"):
             pg.all_reduce(Exported(np.ones(2)[::-1]))
+        with pytest.raises(InvalidUsageError, match=r"its mask would be lost\): pass its data"):
+            pg.all_reduce(np.ma.masked_equal(np.ones(2), 1))
         with pytest.raises(InvalidUsageError, match=r"outputs\[1\] must be a torch.Tensor, got NoneType"):
             pg.all_gather([np.ones(2), None], np.ones(2))

@@ -135,3 +135,17 @@ def test_a_hook_that_cannot_be_called_is_refused() -> None:
         pytest.raises(InvalidUsageError, match="hook must be callable, got 3"),
     ):
         pg.register_pre_hook(3)
+
+
+def test_a_hook_that_calls_an_operation_is_told_so() -> None:
+    def body(pg: ProcessGroup) -> None:
+        x = torch.ones(2)
+        if pg.rank() == 0:
+            pg.register_pre_hook(lambda operation, inputs, outputs: pg.barrier())
+            with pytest.raises(InvalidUsageError, match=r"a hook of group .* called barrier.*must not call"):
+                pg.all_reduce(x)
+        else:
+            with pytest.raises(GroupRevokedError, match="must not call operations"):
+                pg.all_reduce(x)
+
+    run_ranks(2, body, INPROC)
