@@ -21,7 +21,6 @@ from dist2.errors import WireError
 from dist2.runtime.built import check_built
 from dist2.runtime.resources import is_shortage
 from dist2.runtime.usage import usage
-from dist2.security.tls import TlsStream
 
 check_built(__name__, __file__)
 
@@ -375,13 +374,3 @@ class Link:
         if self._open:
             self._open = False
             usage.closed("data")
-
-
-class TlsLink(Link):
-    """A link over a `TlsStream`, which may hold decrypted bytes that a poll does not report."""
-
-    def read(self) -> None:
-        """Do as `Link.read`, until no such bytes are left."""
-        super().read()
-        while isinstance(self.sock, TlsStream) and self.sock.pending():
-            super().read()

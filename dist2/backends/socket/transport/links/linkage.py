@@ -9,7 +9,7 @@ from collections.abc import Callable
 from time import monotonic_ns
 from typing import Protocol
 
-from dist2.backends.socket.transport.links.link import Link, LinkOwner, LinkStream, TlsLink
+from dist2.backends.socket.transport.links.link import Link, LinkOwner, LinkStream
 from dist2.backends.socket.transport.links.pacing import settle
 from dist2.backends.socket.transport.links.presence import Presence
 from dist2.backends.socket.transport.links.ring import RingWriter
@@ -18,7 +18,7 @@ from dist2.errors import AuthenticationError, ResourceError, WireError
 from dist2.runtime.resources import is_shortage, shortage
 from dist2.runtime.tcp_keepalive import SILENT_LOOKS, is_silent
 from dist2.security.handshake import explanation
-from dist2.security.tls import socket_below
+from dist2.security.tls import TlsStream, socket_below
 
 log = logging.getLogger("dist2.fabric")
 
@@ -37,6 +37,16 @@ class LinkageOwner(LinkOwner, Protocol):
 
     def refused(self, fabric_id: str, error: AuthenticationError) -> None:
         """A process refuses this one, or fails authentication."""
+
+
+class TlsLink(Link):
+    """A link over a `TlsStream`, which may hold decrypted bytes that a poll does not report."""
+
+    def read(self) -> None:
+        """Do as `Link.read`, until no such bytes are left."""
+        super().read()
+        while isinstance(self.sock, TlsStream) and self.sock.pending():
+            super().read()
 
 
 class Linkage:
