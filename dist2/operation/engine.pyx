@@ -487,7 +487,7 @@ cdef class Script:
 
     cdef readonly Arrivals arrivals
     cdef readonly Plan plan
-    cdef object host, wait
+    cdef object host
     cdef Script other
     cdef Run state
     cdef bint is_ready, is_long
@@ -556,7 +556,6 @@ cdef class Script:
         """Check that the members whom the plan names are on the board, before its first run."""
         if not plan_fits(&self.plan.plan, &self.arrivals.board):
             raise ValueError("the plan names a rank that is no member of the board")
-        self.wait = self.host.wait
         self.is_ready = True
         return 0
 
@@ -617,7 +616,7 @@ cdef class Script:
     cdef Status _go_on(self, operation) except *:
         taker = parts_taker  # another thread may stop recording meanwhile
         if taker is None:
-            return self.arrivals.go_on(&self.state, self.is_long, operation, self.wait, None)
+            return self.arrivals.go_on(&self.state, self.is_long, operation, self.host.wait, None)
         return self._go_on_timed(operation, taker)
 
     cdef Status _go_on_timed(self, operation, taker) except *:
@@ -630,7 +629,7 @@ cdef class Script:
             raise MemoryError
         run.part_count, run.part_room, run.part_ns = 0, MOST_PARTS, begun_ns
         try:
-            status = self.arrivals.go_on(run, self.is_long, operation, self.wait, None)
+            status = self.arrivals.go_on(run, self.is_long, operation, self.host.wait, None)
             parts = [
                 (PART_NAMES[run.parts[at].kind], run.parts[at].begun_ns, run.parts[at].ended_ns)
                 for at in range(run.part_count)
