@@ -63,7 +63,7 @@ def as_tensor(value: object, argument: str, written: bool) -> object:
 
 def _remedy(array: Any) -> str:
     device = int(array.__dlpack_device__()[0])
-    if type(array).__module__.startswith("numpy.ma"):
+    if _is_masked(array):
         return "pass its data, or a copy with values in place of the masked ones (filled)"
     if device == _CPU:
         return "pass a copy with positive strides, a dtype of torch and the byte order of this machine"
@@ -72,13 +72,17 @@ def _remedy(array: Any) -> str:
 
 
 def _tensor_of(array: Any) -> torch.Tensor:
-    if type(array).__module__.startswith("numpy.ma"):
+    if _is_masked(array):
         raise ValueError("its mask would be lost")
     if type(array).__module__ == "numpy":
         return torch.from_numpy(array if array.flags.writeable else array.copy())  # else torch warns
     if any(stride < 0 for stride in getattr(array, "strides", None) or ()):
         raise ValueError("a stride is negative")  # `torch.from_dlpack` ends the process
     return torch.from_dlpack(array)
+
+
+def _is_masked(array: Any) -> bool:
+    return type(array).__module__.startswith("numpy.ma")
 
 
 def _is_writable(array: Any) -> bool:

@@ -37,6 +37,9 @@ from observability.exposition import dist2_version
 from observability.flight_recorder import Recording, encode, global_rank
 from observability.flight_recorder import instrument as recorder
 from observability.incidents import folders
+from observability.job.answer import Answers
+from observability.job.diagnosis import Diagnosis
+from observability.job.documents import job_document, stack_rows
 from observability.job.stacks import MAX_FRAMES, kernel_view, look_at_pid, stacks
 from observability.job.state import HISTORY, Witness
 from observability.tracing import timeline_of
@@ -96,12 +99,39 @@ def write_part(
     folders.write(folder / f"{DUMP}{rank}", encode(last))
 
 
+def write_answers(folder: Path, answers: Answers, found: Diagnosis, asked_rank: int, took_s: float) -> None:
+    """Write the answers of all ranks, and what was found in them.
+
+    Args:
+        folder: The folder of the incident.
+        answers: By rank.
+        found: Their diagnosis.
+        asked_rank: The rank that has gathered them.
+        took_s: How long that took.
+
+    Raises:
+        OSError: They cannot be written.
+    """
+    documents = {
+        "desync": found.document(),
+        "job": job_document(answers, found, asked_rank, took_s),
+        "stacks": stack_rows(answers),
+    }
+    for name, document in documents.items():
+        folders.write(folder / f"{name}.json", json.dumps(document, default=repr))
+
+
+def witness_of(info: GroupInfo | None) -> Witness:
+    """Return what describes this process, as a rank of a group."""
+    thread_id = threading.main_thread().ident or 0
+    return Witness(metrics.instrument, recorder, thread_id, lambda: info, Process.here())
+
+
 def part_of(
     info: GroupInfo, why: str, error: BaseException | None, last: Recording, for_s: float = 0.0
 ) -> dict[str, Any]:
     """Return the part of a rank as plain data; the arguments are those of `write_part`."""
-    thread_id = threading.main_thread().ident or 0
-    witness = Witness(metrics.instrument, recorder, thread_id, lambda: info, Process.here())
+    witness = witness_of(info)
     state = witness.state(HISTORY)
     state["threads"] = stacks()
     state["main"]["for_s"] = for_s

@@ -10,7 +10,6 @@ ended, and each rank knows the verdict when it sees that another one has aborted
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -26,9 +25,8 @@ from observability.flight_recorder import global_rank
 from observability.flight_recorder import instrument as recorder
 from observability.incidents import folders
 from observability.incidents.recording import Recording
-from observability.job.answer import RANK_S
+from observability.job.answer import RANK_S, Answers
 from observability.job.diagnosis import Diagnosis, Key, diagnose
-from observability.job.documents import job_document, stack_rows
 from observability.job.member import Member
 from observability.job.state import HISTORY
 
@@ -38,8 +36,6 @@ OTHERS_S = 10.0
 """How long the other ranks may take to write their parts."""
 EXPLAINS_S = 30.0
 """How long failures are explained by the wait that the policy ends."""
-SENTENCES = 3
-"""Sentences of the verdict that an error has."""
 
 log = logging.getLogger("dist2.incidents")
 
@@ -66,8 +62,7 @@ class HangRecorder:
 
     def look(self, found: Diagnosis) -> None:
         """Take note of a diagnosis of this rank: a wait that the one before has too is confirmed."""
-        has_reason = bool(found.culprits or found.cycles or found.divergences)
-        now = {each.key: found.culprits for each in found.waiting} if has_reason else {}
+        now = {each.key: found.culprits for each in found.waiting} if found.has_reason else {}
         new = {key for key, culprits in now.items() if self._before.get(key) == culprits}
         new -= self._confirmed
         self._before = now
@@ -82,33 +77,36 @@ class HangRecorder:
         found = diagnose(answers, self._after_s)
         if not found.waiting:
             return
-        verdict, folder = "; ".join(found.verdict[:SENTENCES]), None
+        folder = None
         if self._recording is not None:
-            documents: dict[str, object] = {
-                "desync": found.document(),
-                "job": job_document(answers, found, member.rank, time.monotonic() - began),
-                "stacks": stack_rows(answers),
-            }
-            folder = self._written(self._recording, documents)
+            folder = self._written(self._recording, answers, found, time.monotonic() - began)
         if self._policy == "observe" and folder is None:
             return
         request: dict[str, object] = {
             "folder": "" if folder is None else folder.name,
-            "why": verdict,
+            "why": found.summary,
             "then": self._policy,
         }
-        for acts in (False, True)[: 1 + (self._policy != "observe")]:
-            member.ask_others("/job/incident", {**request, "acts": acts}, OTHERS_S)
-            self.take_part({**request, "acts": acts}, is_told=False)
+        self._ask_all({**request, "acts": False})
+        if self._policy != "observe":
+            self._ask_all({**request, "acts": True})
 
-    def _written(self, recording: Recording, documents: dict[str, object]) -> Path | None:
+    def _ask_all(self, request: dict[str, object]) -> None:
+        """Have all ranks take part, this one last."""
+        self._member.ask_others("/job/incident", request, OTHERS_S)
+        self.take_part(request, is_told=False)
+
+    def _written(
+        self, recording: Recording, answers: Answers, found: Diagnosis, took_s: float
+    ) -> Path | None:
         """Write the answers of all ranks; return the folder, or None if that is impossible."""
         info = recording.first or self._member.info()
         assert info is not None  # an operation waits
+        from observability.incidents.evidence import write_answers
+
         try:
             folder = folders.joined(recording.root, info.uid, info.name)
-            for name, document in documents.items():
-                folders.write(folder.path / f"{name}.json", json.dumps(document, default=repr))
+            write_answers(folder.path, answers, found, self._member.rank, took_s)
         except OSError as error:  # the policy holds without evidence, too
             log.warning("the incident of a hang cannot be written: %s", error)
             return None

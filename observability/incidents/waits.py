@@ -14,7 +14,6 @@ same line is written only once it takes twice as long.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -49,8 +48,6 @@ PART_S = 5.0
 """How long a rank may take to write its part, once it has found the folder."""
 POLL_S = 0.2
 DIST2 = folders_of(library())
-SENTENCES = 3
-"""Sentences of the verdict in the line of the log."""
 
 log = logging.getLogger("dist2.incidents")
 
@@ -148,13 +145,10 @@ class Waits:
         return found
 
     def _watching(self) -> Witness:
-        from dist2.runtime.other_process import Process
-        from observability.flight_recorder import instrument as recorder
-        from observability.job.state import Witness
+        from observability.incidents.evidence import witness_of
 
         if self._witness is None:
-            thread_id = threading.main_thread().ident or 0
-            self._witness = Witness(metrics, recorder, thread_id, lambda: None, Process.here())
+            self._witness = witness_of(None)
         return self._witness
 
     # The incident
@@ -194,14 +188,13 @@ class Waits:
 
     def _conclude(self, folder: folders.Folder, job: GroupInfo, confirmed: set[object]) -> None:
         """Write the diagnosis of all parts; remove the folder if nothing is the matter."""
+        from observability.incidents.evidence import write_answers
         from observability.incidents.reading import Incident
         from observability.job.diagnosis import diagnose
-        from observability.job.documents import job_document, stack_rows
 
         answers = _completed(Incident.read(folder.path).answers(), job)
         found = diagnose(answers, self._after_s / 2)
-        has_reason = found.waiting and (found.culprits or found.cycles or found.divergences)
-        if not (has_reason and confirmed & self._waiting().keys()):
+        if not (found.waiting and found.has_reason and confirmed & self._waiting().keys()):
             if any(folder.path.glob("failure-*.json")):  # its ranks have joined, and told no path
                 self._recording.note(folder)
             else:
@@ -209,21 +202,13 @@ class Waits:
                 self._recording.forget()
             return
         self._tell(found)  # first, as the disk may be full
-        documents = {
-            "desync": found.document(),
-            "job": job_document(answers, found, global_rank(job), 0.0),
-            "stacks": stack_rows(answers),
-        }
-        for name, document in documents.items():
-            folders.write(folder.path / f"{name}.json", json.dumps(document, default=repr))
+        write_answers(folder.path, answers, found, global_rank(job), 0.0)
         self._recording.note(folder)
 
     @staticmethod
     def _tell(found: Diagnosis) -> None:
-        verdict = "; ".join(found.verdict[:SENTENCES])
-        log.warning(
-            "the job waits: %s", verdict, extra={"verdict": verdict, "culprits": list(found.culprits)}
-        )
+        extra = {"verdict": found.summary, "culprits": list(found.culprits)}
+        log.warning("the job waits: %s", found.summary, extra=extra)
 
 
 def _is_in_library() -> bool:

@@ -34,6 +34,8 @@ DIST2S = "dist2's "
 """Beginning of the name of a function of dist2 that user code has called."""
 MAX_TOLD = 3
 """Operations that are named in the sentence about one rank."""
+SENTENCES = 3
+"""Sentences of the verdict in a line of a log, or in an error."""
 MAX_WAITS = 256
 MAX_MISSING = 64
 """Missing ranks of one operation that are described one by one."""
@@ -140,6 +142,16 @@ class Diagnosis:
     silent: Mapping[int, str] = attrs.field(factory=dict)
     at_ns: int = 0
     took_s: float = 0.0
+
+    @property
+    def summary(self) -> str:
+        """The first sentences of the verdict, for a line of a log or an error."""
+        return "; ".join(self.verdict[:SENTENCES])
+
+    @property
+    def has_reason(self) -> bool:
+        """Whether it tells why operations wait."""
+        return bool(self.culprits or self.cycles or self.divergences)
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON has it."""

@@ -17,8 +17,6 @@ from observability.job.diagnosis import Diagnosis
 
 AGAIN_S = (0.0, 60.0, 600.0)
 """Ages of a wait at which it is logged."""
-SENTENCES = 3
-"""Sentences of the verdict in a line."""
 KEPT = 32
 """Lines that are kept."""
 
@@ -58,7 +56,7 @@ class WaitingLog:
                 return
             self._logged, self._culprits = max(due, self._logged), found.culprits
         level = logging.ERROR if due == len(AGAIN_S) else logging.WARNING
-        verdict = "; ".join(found.verdict[:SENTENCES])
+        verdict = found.summary
         fields = {"rank": rank, "verdict": verdict, "culprits": list(found.culprits), "waited_s": waited_s}
         self._write(level, f"the job waits for {waited_s:.1f} s: {verdict}", fields)
 
