@@ -9,6 +9,7 @@ cdef long long VALUE_END
 cdef class Counters:
     cdef long long _values[69]
     cdef long long _carries[69]
+    cdef object _number(self, int place)
     cdef void _grow(self, int place, long long amount) noexcept
 
     @cython.locals(elapsed="long long")

@@ -43,19 +43,22 @@ class Counters:
         return PLACES
 
     def __iter__(self) -> Iterator[int]:
-        places = range(PLACES)  # a scrape reads all numbers of all series
-        return iter([self[place] if self._carries[place] else self._values[place] for place in places])
+        return iter([self._number(place) for place in range(PLACES)])
 
     def __getitem__(self, place: int) -> int:
         if not 0 <= place < PLACES:
             raise IndexError(f"place {place} of {PLACES}")
-        carry: int = self._carries[place]
-        return (carry << VALUE_BITS) + int(self._values[place])
+        return self._number(place)
 
     def __setitem__(self, place: int, number: int) -> None:
         if not 0 <= place < PLACES:
             raise IndexError(f"place {place} of {PLACES}")
         self._carries[place], self._values[place] = number >> VALUE_BITS, number % VALUE_END
+
+    def _number(self, place: int) -> int:
+        """Return a number without a check of its place: a scrape reads all numbers of all series."""
+        carry: int = self._carries[place]  # 0, for most
+        return (carry << VALUE_BITS) + int(self._values[place]) if carry else int(self._values[place])
 
     def add(self, counters: Counters) -> None:
         """Add others' counts, in one step; of the longest durations and the last numbers the larger stay."""

@@ -270,7 +270,7 @@ class Fabric:
                 link.put(Header(Kind.BYE).encode())
         while time.monotonic() < deadline:
             with self.lock:
-                busy = [link for link in linkage.links.values() if not link.idle]
+                busy = [link for link in linkage.links.values() if not link.is_idle()]
                 if not busy:
                     break
                 for link in busy:

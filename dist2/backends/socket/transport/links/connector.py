@@ -179,5 +179,5 @@ class Connector:
 
     def drop_calls_for_nothing(self) -> None:
         """Before the end, cancel outgoing connections that nothing waits for: the peer may be gone."""
-        for link in [link for link in self._linkage.entering if link.idle]:
+        for link in [link for link in self._linkage.entering if link.is_idle()]:
             self._linkage.remove(link)

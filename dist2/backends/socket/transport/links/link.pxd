@@ -14,5 +14,6 @@ cdef class Link:
     cdef bint _open
     cdef object __weakref__
 
+    cpdef bint is_idle(self) except -1
     cpdef bint is_clear(self) except -1
     cpdef wake_peer(self)

@@ -106,24 +106,23 @@ class Link:
         if not self._broken:
             self._bulk.append(sending)
 
-    @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether everything queued was handed to the kernel."""
-        return not (self._writing or self.has_frames or self.leased)
+        return not (self._writing or self._frames or self._bulk or self.leased)
+
+    def is_clear(self) -> bool:
+        """Whether the next write goes out, and goes out first."""
+        return not self._broken and self.is_idle()
 
     @property
     def has_frames(self) -> bool:
         """Whether something waits that nothing was written of yet."""
         return bool(self._frames or self._bulk)
 
-    def is_clear(self) -> bool:
-        """Whether the next write goes out first: nothing is queued."""
-        return not (self._writing or self._frames or self._bulk or self.leased or self._broken)
-
     @property
     def is_free_socket(self) -> bool:
         """Whether the next send goes straight to the kernel."""
-        return self.tx is None and bool(self.is_clear())
+        return self.tx is None and self.is_clear()
 
     @property
     def prompt(self) -> bool:
@@ -140,7 +139,7 @@ class Link:
         """
         payload = sending.data
         assert payload is not None  # it is pending
-        if not self.idle:
+        if not self.is_idle():
             self._frames.append((header + bytes(payload), sending))
             return False
         try:

@@ -204,13 +204,13 @@ class Linkage:
     def flush_all(self) -> None:
         """Write the queued frames of all links, as far as there is room."""
         for link in list(self.links.values()):
-            if not link.idle and not link.wants_write:
+            if not link.is_idle() and not link.wants_write:
                 self.flush(link)
 
     def go_on_in_ring(self, link: Link, writer: RingWriter) -> None:
         """Send queued frames over the socket, and all later ones through a ring."""
         self.flush(link)
-        if link.idle:  # a fresh socket takes a frame or two
+        if link.is_idle():  # a fresh socket takes a frame or two
             self.rings.write(link, writer)
 
     # In

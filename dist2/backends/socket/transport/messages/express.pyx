@@ -187,10 +187,9 @@ cdef class Express:
         Returns:
             False, with nothing done, if the queued path has to do it.
         """
-        cdef Link link
+        cdef Link link = self.outgoing.get(self.fabric_id)
         cdef char header[HEADER_BYTES]
         cdef RingWriter tx
-        link = self.outgoing.get(self.fabric_id)
         tx = link.tx if link is not None and link.is_clear() else None
         if tx is None:
             return False
@@ -203,8 +202,7 @@ cdef class Express:
 
     cdef int wake_receiver(self) except -1:
         """Wake the other side, if it sleeps and does not look into the ring of messages to it."""
-        cdef Link link
-        link = self.outgoing.get(self.fabric_id)
+        cdef Link link = self.outgoing.get(self.fabric_id)
         if link is not None and link.tx is not None:
             wake(link, link.tx, READER_SLEEPS)
         return 0
@@ -234,10 +232,9 @@ cdef class Express:
         return sent
 
     cdef object offer_as_poller(self, Carrier carrier, tensor, const char *address, long long deadline_ns):
-        cdef Link link
+        cdef Link link = self.ring_in()
         cdef Loan loan
         cdef RingWriter tx
-        link = self.ring_in()
         if link is None:
             return None
         loan.number, loan.address = carrier.numbers(), <uint64_t>address
@@ -318,8 +315,7 @@ cdef class Express:
         return self.pull(<char *>address, self.nbytes, deadline_ns, receiving, False) is not None
 
     cdef bint take_to(self, char *to) except -1:
-        cdef Link link
-        link = self.links_from.get(self.fabric_id)
+        cdef Link link = self.links_from.get(self.fabric_id)
         if link is None or not self.has_bytes(link.rx):  # without a lock: what comes now could come later
             return False
         self.serve_posted()
@@ -557,10 +553,9 @@ cdef class Express:
             True once it is read and the sender knows it; the link, the loan and whether it was read if the queued
             path goes on with that; None, with nothing done.
         """
-        cdef Link link
         cdef Loan loan
         cdef int state
-        link = self.pull(<char *>&loan, sizeof(loan), deadline_ns, None, True)
+        cdef Link link = self.pull(<char *>&loan, sizeof(loan), deadline_ns, None, True)
         if link is None:
             return None
         state = self.read_loan(link.rx, &loan, to)
