@@ -20,7 +20,7 @@ import dist2
 os.environ["DIST2_INCIDENTS"] = "0"
 """Tests fail operations on purpose. Tests of incidents choose a folder."""
 os.environ.pop("PYTHONUNBUFFERED", None)
-"""With it, lines of several ranks on one stream mix: `print` writes a line and its end one after the other."""
+"""With it, lines of several ranks on one stream mix: `print` writes a line and its end by two calls."""
 hypothesis.settings.register_profile("dist2", deadline=None)
 hypothesis.settings.load_profile("dist2")  # A busy machine is late; each test has its own timeout.
 MAPPED_BYTES = 2 << 40
