@@ -101,6 +101,7 @@ def agree(watch: FailureWatch, timeout_s: float) -> str:
     first = JoinRequest.read(text)
     if first is None:
         raise WireError(f"no request of a rank that builds a group: {text[:100]!r}")
+    watch.building.uid = first.token
     if first.asked != watch.request.asked:
         verdict = Verdict(Outcome.MISMATCH, _difference(watch))
         if decide(watch, verdict).outcome is Outcome.PROCEED:  # the others proceed without this one

@@ -7,6 +7,9 @@ processes, and publishes them, so that all ranks raise the same error.
 
 The key `GO` is not set at first. It becomes `PROCEED` when all ranks ask for the same group, and the reason
 of the failure as soon as one of them fails; a reason is final.
+
+While a call waits for other ranks to make a group, at an endpoint or in a store, it is listed as a
+`Building`: other threads of the process abort it there, and read which ranks have registered.
 """
 
 from __future__ import annotations
@@ -28,7 +31,15 @@ from dist2.errors import (
     StoreConnectionError,
     StoreTimeoutError,
 )
-from dist2.rendezvous.requests import GO, JoinRequest, Outcome, Verdict, publish_failure, rank_key
+from dist2.rendezvous.requests import (
+    GO,
+    JoinRequest,
+    Outcome,
+    Verdict,
+    publish_failure,
+    rank_key,
+    request_of,
+)
 from dist2.runtime.deadline import Deadline
 from dist2.runtime.other_process import Process, has_ended, how_ended
 from dist2.runtime.rank_names import RANKS, RankNames
@@ -110,6 +121,58 @@ class LivenessMonitor:
         return None
 
 
+@attrs.define(eq=False)
+class Building:
+    """A call of this process that waits for other ranks to make a group, in a `with` block.
+
+    Attributes:
+        rank: The caller's.
+        world_size: Number of ranks.
+        name: The group's, if it was given one.
+        uid: Equal on all ranks that make the group; empty while that is not known.
+        part: Where the ranks register; None while that is not known.
+        aborted: Ends the wait at its next look.
+    """
+
+    rank: int
+    world_size: int
+    name: str | None = None
+    uid: str = ""
+    part: PrefixStore | None = None
+    aborted: Dist2Error | None = None
+
+    def __enter__(self) -> Self:
+        self.aborted = None
+        _building.add(self)
+        for tell in tuple(on_building):
+            tell(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _building.discard(self)
+        self.part = None  # a store closes once nothing uses it
+
+    def check(self) -> None:
+        """Raise the error of `abort_building`, if this call was aborted."""
+        if self.aborted is not None:
+            raise self.aborted
+
+    def requests(self) -> dict[int, JoinRequest | None]:
+        """Return the request of each rank, None for a rank that has not registered; asks the store.
+
+        Raises:
+            RuntimeError: The store has failed.
+        """
+        part = self.part
+        if part is None:  # rank 0 announces it
+            return {} if self.rank == 0 else {0: None}
+        found = {rank: request_of(part, rank) for rank in range(self.world_size)}
+        leader = found.get(0)
+        if leader is not None and leader.process.has_ended:  # it may be of an earlier run
+            found[0] = None
+        return found
+
+
 class FailureWatch(PrefixStore):
     """A part of a store in which one group is built, in a `with` block of each of its ranks.
 
@@ -131,6 +194,7 @@ class FailureWatch(PrefixStore):
         rank: The caller's.
         world_size: Number of ranks of the group.
         request: The caller's.
+        building: This call, for other threads.
     """
 
     def __init__(
@@ -147,26 +211,25 @@ class FailureWatch(PrefixStore):
         super().__init__(prefix, store)
         self.rank = rank
         self.world_size = world_size
-        self._name = name
         self._names = names
         group = f"the group of {world_size} ranks" if name is None else f"group {name!r}"
         self._cannot = f"{group} cannot be built"
         self._over = False
-        self._aborted: Dist2Error | None = None
         self._parts = PrefixStore(prefix, store)
+        self.building = Building(rank, world_size, name, part=self._parts)
         self._roll = roll or LivenessMonitor(self._parts, rank, world_size, names=names)
         self.request = JoinRequest(Process.here(), asked or {})
         self._parts.set(rank_key(rank), self.request.to_text())
 
     def __enter__(self) -> Self:
-        _building.add(self)
+        self.building.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._over = True
-        _building.discard(self)
+        self.building.__exit__()
         if error is None:
             return
         missing = self._missing() if isinstance(error, StoreTimeoutError) else None
@@ -180,7 +243,9 @@ class FailureWatch(PrefixStore):
         if dead is not None:
             error.args = (f"{error}; {dead[1]}",)
         if isinstance(error, Dist2Error):
-            error.locate(self._name or "", "new_group", rank=self.rank, members=self._names.global_ranks)
+            error.locate(
+                self.building.name or "", "new_group", rank=self.rank, members=self._names.global_ranks
+            )
             error.prefix(self._cannot)
         if missing is not None:  # the keys that the backend waited for name no rank
             raise missing
@@ -209,8 +274,7 @@ class FailureWatch(PrefixStore):
             PeerLostError: It has; the message has the reason.
             Dist2Error: That of `abort_building`.
         """
-        if self._aborted is not None:
-            raise self._aborted
+        self.building.check()
         dead = self._roll.dead()
         found = None if dead is None else Verdict(Outcome.LOST, dead[1], (dead[0],))
         if self._parts.check([GO]):  # a dead rank may have published its reason
@@ -240,8 +304,16 @@ class FailureWatch(PrefixStore):
         return self._fetch(keys, deadline)
 
 
-_building: set[FailureWatch] = set()
+_building: set[Building] = set()
 """The groups that threads of this process are building."""
+
+on_building: list[Callable[[Building], None]] = []
+"""Called as a thread of this process begins to make a group, and may wait for other ranks."""
+
+
+def building() -> list[Building]:
+    """Return the groups that threads of this process are building."""
+    return list(_building.copy())
 
 
 def abort_building(error: Callable[[], Dist2Error], name: str | None = None) -> int:
@@ -254,7 +326,7 @@ def abort_building(error: Callable[[], Dist2Error], name: str | None = None) -> 
     Returns:
         The number of groups.
     """
-    found = [each for each in _building.copy() if name in (None, each._name)]
+    found = [each for each in building() if name in (None, each.name)]
     for each in found:
-        each._aborted = error()
+        each.aborted = error()
     return len(found)

@@ -17,6 +17,7 @@ session remembers that as long as the process runs; the connection lives only as
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
 import secrets
 import threading
@@ -30,12 +31,13 @@ import attrs
 
 from dist2.errors import (
     Dist2Error,
+    GroupAbortedError,
     RendezvousError,
     StoreConnectionError,
     StoreError,
     WireError,
 )
-from dist2.rendezvous.liveness import LivenessMonitor
+from dist2.rendezvous.liveness import Building, LivenessMonitor
 from dist2.rendezvous.requests import (
     GO,
     PROCEED,
@@ -54,6 +56,7 @@ from dist2.rendezvous.requests import (
     too_late,
     two_threads,
 )
+from dist2.runtime.config import environment_value
 from dist2.runtime.deadline import Deadline
 from dist2.runtime.other_process import Process
 from dist2.runtime.rank_names import rank_names
@@ -126,6 +129,7 @@ class RendezvousSession:
         self._leader: JoinRequest | None = None
         self._rival: Verdict | None = None
         self._known: dict[int, JoinRequest] = {}
+        self._building = Building(rank, world_size, uid=_uid_of(endpoint, world_size))
         self._began_s, self._warn_s = 0.0, _WARN_S
         self._opened: ReferenceType[Store] | None = None
         # Stores that were given out keep a reference to the store of which they are clones.
@@ -147,17 +151,18 @@ class RendezvousSession:
             if not mine:
                 self._rival = two_threads(self._rank, self._request.process)
                 raise self._failure(self._rival, deadline)
-            store = self._open(deadline)
-            if self._generation is None:
-                store.set_timeout(timeout)
-                self._request = self._new_request()
-                self._known, self._rival = {}, None
-                self._began_s, self._warn_s = time.monotonic(), _WARN_S
-                if self._rank == 0:
-                    self._generation = self._lead(store, deadline)
-                else:
-                    store, self._generation = self._follow_the_current(store, deadline)
-                self._rounds = 0
+            with self._building:
+                store = self._open(deadline)
+                if self._generation is None:
+                    store.set_timeout(timeout)
+                    self._request = self._new_request()
+                    self._known, self._rival, self._building.part = {}, None, None
+                    self._began_s, self._warn_s = time.monotonic(), _WARN_S
+                    if self._rank == 0:
+                        self._generation = self._lead(store, deadline)
+                    else:
+                        store, self._generation = self._follow_the_current(store, deadline)
+                    self._rounds = 0
             self._rounds += 1
             clone = store.clone()
             self._kept[clone] = store
@@ -202,7 +207,7 @@ class RendezvousSession:
             if found is not None and found.process.is_another_here:
                 raise self._failure(self._object(before, 0), deadline)
         generation = secrets.token_hex(8)
-        part = part_of(store, generation)
+        self._building.part = part = part_of(store, generation)
         part.set(rank_key(0), self._request.to_text())
         store.set(_LEADER, generation)
         try:
@@ -210,6 +215,9 @@ class RendezvousSession:
             verdict = decide(part, PROCEED)
         except _InVainError as error:
             verdict = decide(part, error.verdict)
+        except GroupAbortedError as error:
+            decide(part, Verdict(Outcome.LOST, f"rank 0 gave up: {error}", (0,)))
+            raise
         if verdict.outcome is not Outcome.PROCEED:
             self._give_up(part, verdict, deadline)
             raise self._failure(verdict, deadline)
@@ -225,6 +233,7 @@ class RendezvousSession:
         monitor = LivenessMonitor(part, 0, self._world_size)
 
         def look() -> None:
+            self._building.check()
             fault = self._fault(store, part, generation)
             if fault is not None:
                 raise _InVainError(fault)
@@ -316,6 +325,8 @@ class RendezvousSession:
         Raises:
             RendezvousError: Go will not be set.
         """
+        self._building.check()
+        self._building.part = part
         if self._rival is not None:
             decide(part, self._rival)
             raise self._failure(self._rival, deadline)
@@ -405,13 +416,18 @@ class RendezvousSession:
         return time.monotonic() - self._began_s >= self._warn_s
 
     def _warn(self, why: str) -> None:
-        """Log the reason of a long wait, so that a user sees which rank the program waits for."""
+        """Log the reason of a long wait, so that a user sees which rank the program waits for.
+
+        Only the first ranks warn: a thousand ranks that wait for one say the same.
+        """
         waited_s = time.monotonic() - self._began_s
         self._warn_s = 2 * waited_s
-        log.warning("%s: rank %s has waited for %.0f s: %s", self._endpoint, self._rank, waited_s, why)
+        level = logging.WARNING if self._rank <= 1 else logging.INFO
+        log.log(level, "%s: rank %s has waited for %.0f s: %s", self._endpoint, self._rank, waited_s, why)
 
     def _announced(self, store: Store, deadline: Deadline, obstacle: Verdict) -> str:
         def look() -> None:
+            self._building.check()
             if self._rival is not None:
                 raise self._failure(self._rival, deadline)
 
@@ -423,6 +439,12 @@ class RendezvousSession:
 
     def _failure(self, verdict: Verdict, deadline: Deadline) -> Dist2Error:
         return error_of(verdict, deadline.timeout_s, self._endpoint)
+
+
+def _uid_of(endpoint: Endpoint, world_size: int) -> str:
+    """Return a name for the ranks that meet at an endpoint, which all of them know before they have met."""
+    restart = environment_value("TORCHELASTIC_RESTART_COUNT") or ""
+    return hashlib.blake2b(f"{endpoint} {world_size} {restart}".encode(), digest_size=6).hexdigest()
 
 
 def session_of(endpoint: Endpoint, rank: int, world_size: int) -> RendezvousSession:

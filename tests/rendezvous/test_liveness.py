@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from pathlib import Path
+
 import pytest
 
 from dist2 import HashStore
-from dist2.errors import GroupAbortedError, OperationTimeoutError, PeerLostError, StoreTimeoutError
-from dist2.rendezvous.liveness import FailureWatch, abort_building
+from dist2.errors import (
+    GroupAbortedError,
+    OperationTimeoutError,
+    PeerLostError,
+    RendezvousError,
+    StoreTimeoutError,
+)
+from dist2.rendezvous import rendezvous
+from dist2.rendezvous.liveness import Building, FailureWatch, abort_building, building
 
 
 @pytest.mark.parametrize(
@@ -60,3 +71,31 @@ def test_a_wait_for_ranks_is_aborted_and_the_others_hear_of_it() -> None:
     assert not abort_building(hung)
     with pytest.raises(PeerLostError, match=r"rank 0 gave up \(GroupAbortedError: .*the job hangs"), second:
         second.get("what nobody sets")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_wait_at_an_endpoint_is_listed_and_can_be_aborted(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = []
+
+    def notice(making: Building) -> None:
+        begun.append((making.rank, making.world_size, making.uid, making.requests()))
+        threading.Thread(target=abort_once_it_waits).start()
+
+    def abort_once_it_waits() -> None:
+        (making,) = building()
+        while making.part is None and rank == 0:
+            time.sleep(0.01)
+        (told,) = (each for each, request in making.requests().items() if request is None)
+        abort_building(lambda: GroupAbortedError(f"rank {told} is missing"))
+
+    monkeypatch.setattr("dist2.rendezvous.liveness.on_building", [notice])
+    with pytest.raises(GroupAbortedError, match=f"^rank {1 - rank} is missing$"):
+        rendezvous(f"file://{tmp_path}/meeting", rank, 2, timeout=30)
+    assert not building()
+    assert len(begun) == 1
+    if rank == 0:  # the others read why
+        monkeypatch.setattr("dist2.rendezvous.liveness.on_building", [])
+        with pytest.raises(RendezvousError, match="rank 0 gave up: rank 1 is missing"):
+            rendezvous(f"file://{tmp_path}/meeting", 1, 2, timeout=1)
