@@ -19,6 +19,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import attrs
@@ -132,6 +133,43 @@ def how_to_launch(program: str) -> str:
         f"`torchrun --nproc-per-node=4 {script}`, `mpiexec -n 4 python {script}` or "
         f"`srun -n 4 python {script}`, or give rank and world_size and where to meet"
     )
+
+
+_SAME = (
+    *("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+    *("OMPI_COMM_WORLD_SIZE", "PMIX_NAMESPACE", "PMI_SIZE", "SLURM_JOB_ID", "SLURM_STEP_ID"),
+)
+"""Variables that are equal on all ranks of a job of one host."""
+
+
+def process_of(rank: int) -> int | None:
+    """Return the process that the launcher of this one has started as another rank, if it is of this host.
+
+    A rank that has not registered yet is known by its environment alone, which is that of its start.
+    """
+    program, here = _program("self"), _environment("self")
+    for pid in sorted(int(path.name) for path in Path("/proc").glob("[0-9]*")):  # workers come after it
+        if _program(pid) == program:
+            there = _environment(pid)
+            found = launched(there.get)
+            told = there.get("RANK") if found is None else str(found.rank)
+            if told == str(rank) and all(there.get(name) == here.get(name) for name in _SAME):
+                return pid
+    return None
+
+
+def _program(pid: object) -> str:
+    with suppress(OSError):
+        return str(Path(f"/proc/{pid}/exe").readlink())
+    return ""
+
+
+def _environment(pid: object) -> dict[str, str]:
+    """Return the environment with which a process of this user was started; of others, an empty one."""
+    with suppress(OSError):
+        parts = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+        return dict(part.split("=", 1) for part in parts if "=" in part)
+    return {}
 
 
 # One function a launcher

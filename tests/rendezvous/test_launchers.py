@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from support.programs import run
 from support.warm_interpreter import warm_executable
 
 from dist2.rendezvous import launchers
-from dist2.rendezvous.launchers import first_host, launched
+from dist2.rendezvous.launchers import first_host, launched, process_of
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "2",
@@ -170,3 +171,27 @@ def test_srun_of_one_host(tmp_path: Path) -> None:
     step = {**SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "TMPDIR": str(tmp_path)}
     ended = run([shell, "-c", f"{ranks}; wait"], variables=step)
     assert sorted(ended.output.splitlines()) == ["total 3.0 local 0", "total 3.0 local 1"], ended
+
+
+@pytest.mark.parametrize("place", [{"RANK": "7001", "WORLD_SIZE": "7002"}, {**MPICH, "PMI_RANK": "7001"}])
+def test_the_process_of_a_rank_is_known_by_the_environment_of_its_start(place: dict[str, str]) -> None:
+    code = "from dist2.rendezvous.launchers import process_of; print(process_of(7001))"
+    mine = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    as_first = {name: "0" if name.endswith("RANK") else value for name, value in place.items()}
+    waiting = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
+    streams: dict[str, Any] = {"stdin": subprocess.PIPE, "text": True}
+
+    def seen() -> str:
+        command = [sys.executable, "-c", code]
+        return subprocess.run(
+            command, env={**mine, **as_first}, stdout=subprocess.PIPE, text=True, timeout=50, check=True
+        ).stdout.strip()
+
+    with subprocess.Popen(waiting, env={**mine, **place, "MASTER_PORT": "1"}, **streams):  # another job
+        assert seen() == "None"
+        with subprocess.Popen(waiting, env={**mine, **place}, **streams) as rank:
+            assert seen() == str(rank.pid)
+
+
+def test_a_process_without_launcher_finds_no_rank() -> None:
+    assert process_of(7003) is None
