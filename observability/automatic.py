@@ -16,6 +16,7 @@ import attrs
 
 from dist2.errors import Dist2Error
 from dist2.operation.instruments import add_instrument
+from dist2.rendezvous.liveness import on_building
 from dist2.runtime.config import LOOPBACK, Config
 from dist2.runtime.process import AtExit, at_exit, raised
 from observability.flight_recorder import global_rank, instrument
@@ -94,7 +95,7 @@ def from_settings(config: Config) -> None:
         _parts.recording = recording = Recording(root)
         instrument.on_opened.append(lambda group: recording.opened(group.info))
         instrument.on_broken.append(recording.broken)
-        instrument.on_opened.append(Waits(recording, config.waiting_s).opened)
+        on_building.append(Waits(recording, config.waiting_s, config.on_hang).begin)
     if config.operation_log is not None:
         _parts.operation_log = _logging(Path(config.operation_log), config.operation_log_bytes)
     _parts.on_hang = config.on_hang

@@ -25,6 +25,7 @@ from dist2.errors import (
     MismatchError,
     OperationTimeoutError,
     PeerLostError,
+    RendezvousError,
 )
 from dist2.group.open_groups import open_groups
 from dist2.operation.signature import GroupInfo
@@ -56,6 +57,7 @@ SHARED = (
     MismatchError,
     OperationTimeoutError,
     PeerLostError,
+    RendezvousError,
 )
 """Errors that ranks raise together: a rank that raises one is not the cause for that."""
 DUMP = "flight_"

@@ -130,13 +130,13 @@ class HangRecorder:
         where = self._take_part(name, why) if name else None
         if then == "observe":
             return
-        words = f"DIST2_ON_HANG={then}, as the job waited: {why}"
-        words += "" if where is None else f"; incident: {where}"
+        words = reason(then, why, where)
         self._explain_failures(words)
         if acts:
             log.log(logging.INFO if is_told else logging.ERROR, "rank %d: %s", self._member.rank, words)
-            act = threading.Thread(target=self._act, args=(then, words), name="dist2-hang", daemon=True)
-            act.start()  # after the answer to the request
+            arguments = then, words, self._member.rank
+            acting = threading.Thread(target=act, args=arguments, name="dist2-hang", daemon=True)
+            acting.start()  # after the answer to the request
 
     def _explain_failures(self, words: str) -> None:
         """Add a note to the errors of the next seconds: another rank may abort first."""
@@ -164,12 +164,19 @@ class HangRecorder:
         recording.joined(path)
         return path
 
-    def _act(self, then: str, words: str) -> None:
-        """Abort the groups of this rank, or end this process."""
-        if then == "exit":
-            exit_report.report(GroupAbortedError(words))
-            os._exit(EXIT_CODE)  # the main thread waits, and no exception can be raised in it
-        abort_building(lambda: GroupAbortedError(words))
-        for group in open_groups():
-            if global_rank(group.info) == self._member.rank:
-                group._abort_for(GroupAbortedError(words))
+
+def act(then: str, words: str, rank: int) -> None:
+    """Abort the groups of a rank of this process, also those that it makes, or end this process."""
+    if then == "exit":
+        exit_report.report(GroupAbortedError(words))
+        os._exit(EXIT_CODE)  # the main thread waits, and no exception can be raised in it
+    abort_building(lambda: GroupAbortedError(words))
+    for group in open_groups():
+        if global_rank(group.info) == rank:
+            group._abort_for(GroupAbortedError(words))
+
+
+def reason(then: str, why: str, where: Path | None) -> str:
+    """Return why a policy is carried out, for the error of a rank and for the log."""
+    words = f"DIST2_ON_HANG={then}, as the job waited: {why}"
+    return words if where is None else f"{words}; incident: {where}"

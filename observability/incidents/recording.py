@@ -26,6 +26,7 @@ class Recording:
     Attributes:
         root: Where incidents are written.
         first: The group that was opened first: its id names the job, as it is equal on all ranks.
+        making: The same while the process makes its first group; None before.
         latest: The latest incident of this process.
         is_mine: Whether this process has made that folder: then it tells the path.
         failed: Ids of the groups whose failure was written: later ones are consequences.
@@ -33,6 +34,7 @@ class Recording:
 
     root: Path
     first: GroupInfo | None = None
+    making: GroupInfo | None = None
     latest: Path | None = None
     is_mine: bool = False
     failed: set[tuple[str, int]] = attrs.field(factory=set)
@@ -56,11 +58,12 @@ class Recording:
     def raised(self, error: BaseException | None) -> None:
         """Write the part of this rank, which an uncaught exception ends."""
         on_purpose = (SystemExit, KeyboardInterrupt, GroupAbortedError)
-        if self.first is None or error is None or isinstance(error, on_purpose):
+        job = self.first or self.making
+        if job is None or error is None or isinstance(error, on_purpose):
             return
         if self.failed and isinstance(error, Dist2Error):  # of an operation, which has written it
             return
-        self.write("failure", self.first, f"{type(error).__name__} ends the process", error)
+        self.write("failure", job, f"{type(error).__name__} ends the process", error)
 
     def write(self, kind: str, info: GroupInfo, why: str, error: BaseException | None = None) -> Path | None:
         """Write the part of a rank; return the folder, or None if that is impossible."""

@@ -8,12 +8,17 @@ the wait as a control plane does. If it is over, or no rank is missing, the fold
 that moves much data takes long as well. Ranks of other hosts are known by the operation at which their
 messages were seen last, unless the folder is shared.
 
+The first `new_group` of a process waits in the same way, though there is no group yet, and no control plane
+where one is to start with it. The store tells which ranks have registered; a rank that has not is known by
+the environment of its process. Each rank carries out ``DIST2_ON_HANG`` by itself, once the verdict is there.
+
 A program may wait on purpose, for a checkpoint say. After a wait that ended by itself, the next one at the
 same line is written only once it takes twice as long.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -29,6 +34,10 @@ from typing import TYPE_CHECKING
 import attrs
 
 from dist2.group.open_groups import open_groups
+from dist2.operation.signature import GroupInfo
+from dist2.rendezvous.launchers import process_of
+from dist2.rendezvous.liveness import Building, building
+from dist2.rendezvous.requests import JoinRequest
 from dist2.runtime.code_marks import folders_of, library
 from dist2.runtime.rank_names import host_and_pid
 from observability.flight_recorder import global_rank
@@ -38,14 +47,14 @@ from observability.incidents.recording import Recording
 from observability.metrics import instrument as metrics
 
 if TYPE_CHECKING:
-    from dist2.group.process_group import ProcessGroup
-    from dist2.operation.signature import GroupInfo
     from observability.job.answer import Answer
     from observability.job.diagnosis import Diagnosis
     from observability.job.state import Witness
 
 PART_S = 5.0
 """How long a rank may take to write its part, once it has found the folder."""
+STORE_S = 5.0
+"""How long the store may take to tell which ranks have registered."""
 POLL_S = 0.2
 DIST2 = folders_of(library())
 
@@ -61,10 +70,12 @@ class Waits:
     Args:
         recording: The incidents of this process.
         after_s: How long an operation may take.
+        policy: What happens after a wait in the first `new_group`: ``observe``, ``abort`` or ``exit``.
     """
 
-    def __init__(self, recording: Recording, after_s: float) -> None:
+    def __init__(self, recording: Recording, after_s: float, policy: str = "observe") -> None:
         self._recording = recording
+        self._policy = policy
         self._after_s = after_s
         self._pid = 0
         self._ends = threading.Event()
@@ -75,8 +86,10 @@ class Waits:
         self._written: set[object] = set()
         self._joined: Path | None = None
 
-    def opened(self, group: ProcessGroup) -> None:
-        """Begin to look, with the first group of each process: a forked child has its own."""
+    def begin(self, making: Building) -> None:
+        """Begin to look, with the first call that makes a group; a forked child has its own."""
+        if self._recording.making is None and making.uid:
+            self._recording.making = _info_of(making)
         if self._pid == os.getpid():
             return
         self._pid, self._ends, self._before = os.getpid(), threading.Event(), {}
@@ -153,24 +166,46 @@ class Waits:
 
     # The incident
 
+    def _job(self) -> GroupInfo | None:
+        """Return the group that names the job, or that which its ranks are making as their first."""
+        known = self._recording.first or self._recording.making
+        return known or next((_info_of(each) for each in building() if each.uid), None)
+
     def _write(self, confirmed: set[object]) -> None:
         """Write the part of this rank; if it is the first of the job, wait for the others and conclude."""
-        job = self._recording.first
+        job, is_first = self._job(), self._recording.first is None
         if job is None:
             return
         folder = folders.joined(self._recording.root, job.uid, job.name)
         self._add_parts(folder.path)
-        if not folder.is_new:
-            return
-        self._recording.made(folder.path)  # a failure of this rank may come before the verdict
         until = time.monotonic() + self._after_s + PART_S
-        while len(list(folder.path.glob("hang-*.json"))) < job.world_size and time.monotonic() < until:
+        if folder.is_new:
+            self._recording.made(folder.path)  # a failure of this rank may come before the verdict
+            while len(list(folder.path.glob("hang-*.json"))) < job.world_size and time.monotonic() < until:
+                time.sleep(POLL_S)
+            self._conclude(folder, job, confirmed)
+        if is_first and self._policy != "observe":
+            self._act(folder, job, until + STORE_S)
+
+    def _act(self, folder: folders.Folder, job: GroupInfo, until: float) -> None:
+        """Carry out the policy, once the first rank of the host has written its verdict."""
+        from observability.incidents.hang import act, reason
+        from observability.job.diagnosis import SENTENCES
+
+        verdict = folder.path / "desync.json"
+        while not verdict.exists() and folder.path.exists() and time.monotonic() < until:
             time.sleep(POLL_S)
-        self._conclude(folder, job, confirmed)
+        if verdict.exists() and self._recording.first is None:
+            self._recording.joined(folder.path)
+            told = json.loads(verdict.read_text())["verdict"]
+            words = reason(self._policy, "; ".join(told[:SENTENCES]), folder.path)
+            level = logging.ERROR if folder.is_new else logging.INFO
+            log.log(level, "rank %d: %s", job.rank, words)
+            act(self._policy, words, job.rank)
 
     def _join(self) -> None:
         """Add the part of this rank to the incident of a wait that another rank has begun."""
-        job = self._recording.first
+        job = self._job()
         path = None if job is None else folders.current(self._recording.root, job.uid)
         if path is not None and path != self._joined and any(path.glob("hang-*.json")):
             with suppress(FileNotFoundError):  # it was removed meanwhile
@@ -181,7 +216,10 @@ class Waits:
         from observability.incidents.evidence import write_part
 
         self._joined = path
-        ranks = {global_rank(info): info for info in reversed(metrics.statuses.open_groups())}
+        open_now = reversed(metrics.statuses.open_groups())
+        ranks = {global_rank(info): info for info in open_now} or {
+            each.rank: _info_of(each) for each in building()
+        }
         for_s = self._watching().look()["for_s"]
         for info in ranks.values():
             write_part(path, "hang", info, "the job waits", None, for_s=for_s)
@@ -192,7 +230,8 @@ class Waits:
         from observability.incidents.reading import Incident
         from observability.job.diagnosis import diagnose
 
-        answers = _completed(Incident.read(folder.path).answers(), job)
+        answers = Incident.read(folder.path).answers()
+        answers = _completed(answers, job) if self._recording.first is not None else _registered(answers)
         found = diagnose(answers, self._after_s / 2)
         if not (found.waiting and found.has_reason and confirmed & self._waiting().keys()):
             if any(folder.path.glob("failure-*.json")):  # its ranks have joined, and told no path
@@ -220,6 +259,49 @@ def _is_in_library() -> bool:
                 return True
             frame = frame.f_back
         return False
+
+
+def _info_of(making: Building) -> GroupInfo:
+    """Return the group that the ranks are making."""
+    ranks = tuple(range(making.world_size))
+    return GroupInfo(making.uid, making.name or "new_group", "", "", making.rank, ranks)
+
+
+def _registered(answers: Mapping[int, Answer]) -> dict[int, Answer]:
+    """Return the answers in the first `new_group`: of ranks with a part, and of those that hold it up."""
+    from observability.job.answer import NO_PART, NOT_REGISTERED, Answer
+    from observability.job.stacks import look_at, look_at_pid
+
+    requests = _requests() or {0: None}  # the store is rank 0's
+    found = {rank: answer for rank, answer in answers.items() if answer.state is not None}
+    for rank in answers.keys() - found.keys():
+        request = requests.get(rank)
+        pid = process_of(rank) if request is None else None
+        outside = look_at_pid(pid) if pid else None if request is None else look_at(request.process)
+        is_missing = rank in requests and request is None
+        answer = Answer(
+            silence=NOT_REGISTERED if is_missing else NO_PART,
+            outside=None if outside is None else attrs.asdict(outside),
+        )
+        # Others are on their way, or wait on another host.
+        if is_missing or pid or (outside is not None and not answer.runs):
+            found[rank] = answer
+    return found
+
+
+def _requests() -> dict[int, JoinRequest | None]:
+    """Return which ranks have registered, as the store has it; nothing where it does not answer."""
+    told: dict[int, JoinRequest | None] = {}
+
+    def ask() -> None:
+        for each in building():
+            with suppress(RuntimeError, OSError):
+                told.update(each.requests())
+
+    asking = threading.Thread(target=ask, name="dist2-waits-ask", daemon=True)
+    asking.start()
+    asking.join(STORE_S)
+    return told.copy()
 
 
 def _completed(answers: Mapping[int, Answer], job: GroupInfo) -> dict[int, Answer]:

@@ -19,6 +19,8 @@ ELSEWHERE = "its part is on"
 """Begins the reason of a silence of a rank of another host, of whose state this one knows nothing."""
 NO_PART = "it left no part in this incident"
 """The silence of a rank in an incident: the disk may have been full, so this alone accuses no rank."""
+NOT_REGISTERED = "it has not registered for the group"
+"""The silence of a rank that the others wait for in the first `new_group`."""
 RUNNABLE = frozenset("RS")
 """States of a process that may yet answer."""
 

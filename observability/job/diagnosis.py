@@ -267,20 +267,20 @@ class _Diagnostician:
             for rank, each in silent.items()
             if each.outside and (not each.runs or not (blamed or odd)) and rank not in blamed
         ]
+        calls = [each for each in self._other_calls() if each.missing] if not waiting else []
+        outside = {missing.rank for each in calls for missing in each.missing}
         verdict = [self._blame(rank, waiting) for rank in blamed]
         verdict += map(self._told_cycle, found)
         verdict += [self._told_odd(rank, waiting) for rank in odd]
         verdict += divergences
         verdict += self._stuck_inside(waiting)
+        verdict += map(self._told_call, calls)
         verdict += [
             f"rank {rank}: {each.why_silent}"
             for rank, each in silent.items()
-            if rank not in blamed and not each.silence.startswith(ELSEWHERE)
+            if rank not in blamed and rank not in outside and not each.silence.startswith(ELSEWHERE)
         ]
-        calls = [each for each in self._other_calls() if each.missing] if not waiting else []
-        verdict += map(self._told_call, calls)
-        # A call of a few ranks may be theirs alone.
-        of_most = [each for each in calls if len(each.missing) + each.more < len(each.ranks)]
+        of_most = [each for each in calls if self._is_of_all(each)]
         self._apart += [missing.rank for each in of_most for missing in each.missing]
         culprits = sorted({*blamed, *odd, *unwell, *self._apart})
         return Diagnosis(
@@ -554,10 +554,14 @@ class _Diagnostician:
             more=max(0, len(outside) - MAX_MISSING),
         )
 
+    def _is_of_all(self, call: Waiting) -> bool:
+        """Whether a call is of all ranks: most are in it, or it makes their first group."""
+        makes_first = not any(self._states[rank]["groups"] for rank in call.ranks)
+        return makes_first or len(call.missing) + call.more < len(call.ranks)
+
     def _told_call(self, call: Waiting) -> str:
-        others = "; ".join(
-            f"rank {each.rank}: {each.stands if each.answers else 'no answer'}" for each in call.missing[:4]
-        )
+        others = "; ".join(f"rank {each.rank}: {each.stands}" for each in call.missing[:4])
+        others += f"; and {len(call.missing) + call.more - 4} more ranks" if len(call.missing) > 4 else ""
         verb = "is" if len(call.ranks) == 1 else "are"
         return f"{named(call.ranks)} {verb} in {call.op}, called at {call.where}; {others}"
 

@@ -122,6 +122,18 @@ def test_a_call_that_is_no_operation_is_told_once_it_takes_long() -> None:
     assert waiting_in(found.document()) == found.waiting
 
 
+def test_the_first_new_group_is_of_all_ranks_however_few_are_in_it() -> None:
+    main = {"place": "job.py:9 in main", "inside": "dist2's new_group", "exception": None, "for_s": 9.0}
+    missing = {each: Answer(silence=f"no sign of {each}") for each in range(1, 7)}
+    found = diagnose({0: rank(0, main=main, groups={}), **missing}, AFTER_S)
+    assert found.culprits == (1, 2, 3, 4, 5, 6)
+    (told,) = found.verdict
+    assert told.endswith(
+        "rank 1: no sign of 1; rank 2: no sign of 2; rank 3: no sign of 3; "
+        "rank 4: no sign of 4; and 2 more ranks"
+    )
+
+
 def test_a_member_that_was_too_slow_to_answer_is_no_culprit_beside_one_that_is_missing() -> None:
     waiting, slow = operation(5), Answer(silence=f"{NO_ANSWER} 1.0 s")
     running = attrs.evolve(slow, outside={"state": "R", "words": "process 7 is running", "cause": "no lock"})

@@ -16,7 +16,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from support.captured_logs import logged
-from support.programs import run
+from support.programs import Ended, run
 from support.ranks import Tenant, run_ranks
 from support.warm_interpreter import CHILDREN, warm_executable, warm_python
 
@@ -24,9 +24,14 @@ import observability
 from dist2 import ProcessGroup
 from dist2.cli.app import cli
 from dist2.operation.signature import GroupInfo
+from dist2.rendezvous.liveness import Building
+from dist2.rendezvous.requests import JoinRequest
 from observability.incidents import folders
+from observability.incidents import waits as waits_module
+from observability.incidents.hang import EXIT_CODE
 from observability.incidents.recording import Recording
 from observability.incidents.waits import Waits
+from observability.job.answer import NO_PART, NOT_REGISTERED, Answer
 from observability.metrics import instrument as metrics
 
 INPROC = Tenant("inproc", "socket", {"transport": "inproc"})
@@ -184,7 +189,7 @@ def test_a_disk_that_is_full_does_not_end_the_looks(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(waits, "look", look)
     with logged() as records:
-        run_ranks(1, waits.opened, INPROC)
+        run_ranks(1, lambda pg: waits.begin(Building(0, 1)), INPROC)
         for _ in range(3):
             assert looked.acquire(timeout=20)
         waits.stop()
@@ -233,3 +238,106 @@ def test_a_job_without_a_control_plane_leaves_an_incident(call: str, words: str,
     assert re.search(words.replace("is in", "are in"), told.output), told.output
     assert re.search(r"train.py:1[123] in load", told.output), told.output
     assert json.loads((folder / "desync.json").read_text())["culprits"] == [1]
+
+
+FIRST = """
+import os, threading, time
+from pathlib import Path
+import dist2
+
+def load():
+    deadline = time.monotonic() + 50
+    while not list(Path(os.environ["DIST2_INCIDENTS"]).glob("2*/desync.json")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    if os.environ.get("DIST2_ON_HANG"):
+        threading.Event().wait()  # until the launcher ends it
+
+if os.environ["RANK"] == LATE:
+    load()
+dist2.new_group("socket", 60, name="training")
+"""
+
+
+def first_group(folder: Path, late: int, **variables: str) -> tuple[Ended, Path, list[int]]:
+    """Have one of three ranks come late to their first group; return the end, the incident, the culprits."""
+    script, root = folder / "train.py", folder / "incidents"
+    script.write_text(FIRST.replace("LATE", repr(str(late))))
+    warm_executable()
+    variables |= {"DIST2_INCIDENTS": str(root), "DIST2_WAITING": "0.5"}
+    ended = run([*warm_python(), CHILDREN, "-m", "dist2.run", "-n", "3", script], variables=variables)
+    (incident,) = root.glob("2*")
+    return ended, incident, json.loads((incident / "desync.json").read_text())["culprits"]
+
+
+@pytest.mark.parametrize(("late", "control_plane"), [(0, ""), (1, ""), (1, "1")])
+def test_a_wait_in_the_first_new_group_leaves_an_incident(
+    late: int, control_plane: str, tmp_path: Path
+) -> None:
+    ended, folder, culprits = first_group(tmp_path, late, DIST2_CONTROL_PLANE=control_plane)
+    assert ended.code == 0, ended
+    assert ended.errors.count(f"incident: {folder}") == 1, ended
+    assert ended.errors.count("the job waits: ") == 1, ended
+    assert culprits == [late]
+    waiting = ", ".join(str(rank) for rank in range(3) if rank != late)
+    told = CliRunner().invoke(cli, ["why", str(folder)]).output
+    words = (
+        f"ranks {waiting} are in dist2's new_group, called at train.py:16 in <module>; rank {late}: it has "
+    )
+    assert words in told, told
+
+
+@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize(("policy", "code"), [("abort", 1), ("exit", EXIT_CODE)])
+def test_the_policy_ends_a_wait_in_the_first_new_group(
+    policy: str, code: int, late: int, tmp_path: Path
+) -> None:
+    ended, folder, culprits = first_group(tmp_path, late, DIST2_ON_HANG=policy)
+    assert ended.code == code, ended
+    assert culprits == [late]
+    assert f"GroupAbortedError: DIST2_ON_HANG={policy}, as the job waited: ranks " in ended.errors
+    assert ended.errors.splitlines()[-1].startswith(f"incident: {folder}, ")
+    assert {path.name for path in folder.glob("hang-*")} == {f"hang-{r}.json" for r in range(3) if r != late}
+
+
+NEVER = """
+import os, dist2
+if os.environ["RANK"] == "0":
+    dist2.new_group("socket", 0.5, name="training")
+else:
+    os.read(os.pipe()[0], 1)
+"""
+
+
+def test_a_timeout_of_the_first_new_group_leaves_an_incident(tmp_path: Path) -> None:
+    script, root = tmp_path / "train.py", tmp_path / "incidents"
+    script.write_text(NEVER)
+    warm_executable()
+    command = [*warm_python(), CHILDREN, "-m", "dist2.run", "-n", "2", script]
+    ended = run(command, variables={"DIST2_INCIDENTS": str(root)})
+    (folder,) = root.glob("2*")
+    assert ended.errors.splitlines()[-1].startswith(f"incident: {folder}, ")
+    told = json.loads(CliRunner().invoke(cli, ["why", str(folder), "--json"]).output)
+    assert told["culprits"] == [1]
+    assert told["verdict"][0].startswith("rank 0 failed: RendezvousTimeoutError: "), told
+
+
+def test_a_store_that_does_not_answer_is_that_of_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of which nothing is known may wait on another host."""
+    monkeypatch.setattr(waits_module, "STORE_S", 0.05)
+    monkeypatch.setattr(waits_module, "process_of", {}.get)
+    hangs = threading.Event()
+
+    class Silent(Building):
+        def requests(self) -> dict[int, JoinRequest | None]:
+            hangs.wait(20)
+            return {}
+
+    answers = {rank: Answer(silence=NO_PART) for rank in range(3)}
+    answers[1] = Answer(state={"rank": 1})
+    with Silent(1, 3):
+        found = waits_module._registered(answers)
+        hangs.set()
+    assert {rank: each.silence for rank, each in found.items()} == {0: NOT_REGISTERED, 1: ""}
