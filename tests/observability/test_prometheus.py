@@ -18,6 +18,7 @@ import pytest
 import torch
 import yaml
 from support import certificates, debian, prometheus
+from support.documents import blocks_of
 from support.fake_groups import FakeGroup, info_of
 from support.processes import run_processes, started
 from support.programs import ROOT
@@ -34,6 +35,9 @@ from observability.straggler_watch import StragglerCollector, StragglerWatch
 
 MONITORING = ROOT / "observability" / "monitoring"
 CASES = Path(__file__).parent / "monitoring"
+BLOCKS = dict(blocks_of((ROOT / "docs" / "metrics.md").read_text()))
+"""The last block of each language."""
+QUERIES = re.findall(r"^[^# \n].*(?:\n +.*)*", BLOCKS["promql"], re.MULTILINE)
 TOKEN = "prometheus-of-a-test"
 
 CANARY = """      - alert: Canary
@@ -129,6 +133,7 @@ def test_prometheus_finds_all_ranks_counts_rightly_and_says_which_rank_is_stuck(
             assert histogram == {"": 4 * STEPS}
             assert "Dist2RankStuck" not in server.firing()
             check_dashboard(server)
+            check_documented_queries(server)
             (tmp_path / "hang").touch()
             firing = prometheus.until(server.firing, lambda seen: "Dist2RankStuck" in seen)
             (stuck,) = firing["Dist2RankStuck"]
@@ -137,6 +142,7 @@ def test_prometheus_finds_all_ranks_counts_rightly_and_says_which_rank_is_stuck(
             assert data_of(server, "Waiting for").keys() == {f"group=test,job=training,missing_rank={STUCK}"}
             behind = data_of(server, "Ranks behind")
             assert re.findall(r"rank=\d", " ".join(behind)) == [f"rank={STUCK}"]
+            check_documented_queries_of_a_hang(server)
             (tmp_path / "enough").touch()
             prometheus.until(server.firing, lambda seen: "Dist2RankStuck" not in seen)
     finally:
@@ -319,6 +325,37 @@ def check_dashboard(server: prometheus.Prometheus) -> None:
         assert server.label_values(filled_in(asked[1]), asked[2]) == values
 
 
+def check_documented_queries(server: prometheus.Prometheus) -> None:
+    """Ask the document's queries about speed during a run; ranks call `broadcast` then."""
+    p99, stragglers, bandwidth, inside, waiting, stuck, _ = QUERIES
+    ranks = {f"rank={rank}" for rank in range(4)}
+
+    def asked(query: str) -> dict[str, float]:
+        found = prometheus.until(
+            lambda: {name: value for name, value in server.query(query).items() if not math.isnan(value)},
+            bool,
+        )
+        return dict(found)
+
+    assert asked(p99.replace("all_reduce", "broadcast")).keys() == {"size_le_bytes=64"}
+    assert {f"op=broadcast,{rank}" for rank in ranks} <= asked(bandwidth).keys()
+    assert asked(inside).keys() == ranks
+    assert asked(waiting).keys() == ranks
+    assert server.query(stuck) == {}
+    server.query(stragglers)  # may or may not find one
+
+
+def check_documented_queries_of_a_hang(server: prometheus.Prometheus) -> None:
+    *_, stuck, behind = QUERIES
+
+    def ranks_of(query: str) -> list[str]:
+        return sorted(re.findall(r"\brank=(\d)", " ".join(server.query(query))))
+
+    assert stuck.endswith(" > 30")
+    assert ranks_of(stuck.replace("> 30", "> 1")) == [str(rank) for rank in range(4) if rank != STUCK]
+    assert ranks_of(behind) == [str(STUCK)]
+
+
 def expressions_of_the_dashboard() -> list[str]:
     return [target["expr"] for panel in PANELS for target in panel["targets"]]
 
@@ -345,15 +382,23 @@ def test_the_dashboard_is_whole() -> None:
         assert len(set(names)) == len(names)
 
 
-def test_the_dashboard_asks_what_prometheus_understands(tmp_path: Path) -> None:
+def test_dashboard_and_document_ask_what_prometheus_understands(tmp_path: Path) -> None:
     prometheus.require()
     rules = [
         {"record": f"panel:number_{number}", "expr": expression}
-        for number, expression in enumerate(expressions_of_the_dashboard())
+        for number, expression in enumerate([*expressions_of_the_dashboard(), *QUERIES])
     ]
     # JSON is YAML.
     (tmp_path / "panels.yml").write_text(json.dumps({"groups": [{"name": "panels", "rules": rules}]}))
     prometheus.promtool("check", "rules", "panels.yml", folder=tmp_path)
+
+
+def test_the_document_configures_prometheus_as_the_ready_made_file() -> None:
+    documented, ready = (
+        yaml.safe_load(BLOCKS["yaml"]),
+        yaml.safe_load((MONITORING / "prometheus.yml").read_text()),
+    )
+    assert documented == {"scrape_configs": ready["scrape_configs"]}
 
 
 def test_rules_and_dashboard_ask_for_metrics_that_there_are() -> None:
