@@ -6,7 +6,10 @@ import inspect
 import json
 import logging
 import os
+import re
+import shutil
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -20,6 +23,7 @@ import httpx
 import pytest
 import torch
 from support.captured_logs import logged
+from support.documents import READ
 
 import dist2
 import observability
@@ -27,6 +31,17 @@ from dist2.errors import GroupAbortedError, InvalidUsageError
 from dist2.runtime.deadline import Deadline
 from observability.server import acts, answers
 from observability.server.handlers import capability
+
+
+DOCUMENTED = sorted(
+    {command for path in READ for command in re.findall(r"curl [^`\n]*http[^`\n]+", path.read_text())}
+)
+"""All commands of curl in the documents."""
+ANSWERS = {
+    "/metrics": "dist2_build_info{",
+    "/sd": '"dist2_rank": "0"',
+    "/acts/abort": '"aborted": ["training"]',
+}
 
 
 @pytest.fixture
@@ -75,6 +90,35 @@ def test_a_group_is_aborted_by_name(client: httpx.Client, pg: dist2.ProcessGroup
     outcomes = [outcome for _, outcome in audited(records)]
     assert outcomes[0].startswith("refused: no open group 'nobody'")
     assert outcomes[1] == "done"
+
+
+@pytest.mark.parametrize("command", DOCUMENTED)
+def test_a_documented_command_of_curl_has_its_answer(command: str, tmp_path: Path) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    with (
+        dist2.new_group("fake", 20, rank=0, world_size=1, name="training") as group,
+        observability.start(group) as server,
+    ):
+        line = re.sub(r"http://127\.0\.0\.1:\w+", server.url, command)
+        options = "curl --noproxy '*' --silent --show-error --fail "
+        ended = subprocess.run(
+            ["sh", "-c", line.replace("curl ", options, 1)],
+            cwd=tmp_path,
+            env={**os.environ, "TOKEN": server.token},
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
+    written = "".join(each.read_text() for each in tmp_path.iterdir())
+    assert ended.returncode == 0, ended.stderr
+    (path,) = re.findall(rf"{server.url}(/\S+)", line)
+    assert ANSWERS[path] in ended.stdout + written
+
+
+def test_the_documents_name_curl_for_each_of_these() -> None:
+    assert len(DOCUMENTED) == len(ANSWERS)
 
 
 def test_a_group_that_is_built_is_aborted_by_name(client: httpx.Client) -> None:
