@@ -23,6 +23,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from rich.console import Console
+from support.documents import output_of
 from support.fake_groups import FakeGroup, info_of
 from support.programs import environment, run
 from support.ranks import Tenant, run_ranks
@@ -44,8 +45,8 @@ WIDTH = 160
 TOKEN = "a-token-for-tests"
 
 
-def text_of(frame: Frame, most_rows: int | None = None) -> str:
-    console = Console(width=WIDTH, color_system=None)
+def text_of(frame: Frame, most_rows: int | None = None, width: int = WIDTH) -> str:
+    console = Console(width=width, color_system=None)
     with console.capture() as captured:
         console.print(frame.render(most_rows))
     return captured.get()
@@ -125,6 +126,22 @@ def test_text_of_the_job_cannot_control_the_terminal() -> None:
 def test_an_answer_that_is_old_says_so() -> None:
     shown = text_of(Frame("http://h", job(rank(0, 1.0, 1, 1)), trouble="h is gone", age_s=7.2))
     assert "No answer: h is gone; the data below is 7 s old" in shown
+
+
+def test_the_documented_frame() -> None:
+    barrier = {**operation(378, 9.7), "op": "barrier"}
+    ranks = [
+        rank(number, 1.0, 1, 1, name="training", in_flight=[barrier][: number < 2]) for number in range(3)
+    ]
+    for each, state in zip(ranks, ["waiting", "waiting", "waited for"], strict=True):
+        each["state"] = state
+        each["groups"][0]["last"] = each["in_flight"][0] if each["in_flight"] else operation(377)
+    shown = output_of("docs/metrics.md", "dist2 top --once http://127.0.0.1:40123").splitlines()
+    waiting = [{**barrier, "caller": -1, "missing": [{"rank": 2}], "more": 0}]
+    before = job(*({**each, "at_s": 0.0} for each in ranks))
+    frame = Frame("http://127.0.0.1:40123", job(*ranks, verdict=[shown[1]], waiting=waiting), before)
+    printed = [line.rstrip() for line in text_of(frame, width=240).splitlines()]
+    assert printed == shown
 
 
 # The command on a real job

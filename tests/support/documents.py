@@ -25,3 +25,10 @@ def blocks_of(text: str) -> Iterator[tuple[str, str]]:
 def python_blocks(text: str, language: str = "python") -> list[str]:
     """Return the programs of a document (``python``), or its fragments (``py``)."""
     return [block for each, block in blocks_of(text) if each == language]
+
+
+def output_of(document: str, command: str) -> str:
+    """Return the output that a document shows below a command."""
+    blocks = "".join(f"{block}\n" for _, block in blocks_of((ROOT / document).read_text()))
+    (shown,) = re.findall(rf"^\$ {re.escape(command)}\b.*\n((?:[^$\n].*\n|\n)+)", blocks, re.MULTILINE)
+    return str(shown).rstrip()
