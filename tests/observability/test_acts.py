@@ -32,7 +32,6 @@ from dist2.runtime.deadline import Deadline
 from observability.server import acts, answers
 from observability.server.handlers import capability
 
-
 DOCUMENTED = sorted(
     {command for path in READ for command in re.findall(r"curl [^`\n]*http[^`\n]+", path.read_text())}
 )
