@@ -21,7 +21,7 @@ from dist2.group.creation import new_group
 from dist2.group.open_groups import call_also, call_only_by_its_name
 from dist2.group.process_group import ProcessGroup
 from dist2.group.torch_options import TORCHS_OPTIONS, from_torch
-from dist2.runtime.torch_versions import default_tables, set_default_group
+from dist2.runtime.torch_versions import default_tables, records_itself, set_default_group
 
 NAME = "dist2"
 
@@ -67,6 +67,7 @@ def register_backend() -> None:
     """Make the backend ``dist2`` known to torch, once in a process."""
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
+        records_itself(NAME)
 
 
 class TorchDefaultGroup:

@@ -143,6 +143,15 @@ def registered_backends() -> dict[str, Any]:
     return found
 
 
+def records_itself(backend: str) -> None:
+    """Have torch (2.15) attach no flight recorder to the groups of a backend.
+
+    Its recorder looks up the C++ object of a backend. A group in Python has none, and would be refused.
+    """
+    recording: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recording.add(backend)
+
+
 def backend_options() -> Any:
     """Return an empty first argument for creators of backends that take ``DistributedBackendOptions``."""
     made: Any = getattr(distributed_c10d, "_DistributedBackendOptions", SimpleNamespace)

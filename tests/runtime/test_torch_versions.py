@@ -101,3 +101,13 @@ def test_times_are_not_estimated_by_an_older_torch(monkeypatch: pytest.MonkeyPat
     monkeypatch.delattr(distributed_c10d, "_time_estimator", raising=False)
     with pytest.raises(NotImplementedError, match="does not estimate times"):
         torch_versions.time_estimator(None, torch.device("cpu"))
+
+
+def test_a_torch_with_a_flight_recorder_for_all_backends_leaves_that_of_dist2_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", known := {"gloo"}, raising=False)
+    torch_versions.records_itself("dist2")
+    assert known == {"gloo", "dist2"}
+    monkeypatch.delattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS")
+    torch_versions.records_itself("dist2")
