@@ -11,6 +11,7 @@ import attrs
 import pytest
 import torch
 from support.fake_groups import FakeGroup, info_of
+from support.programs import ROOT
 from support.ranks import Tenant, run_ranks
 from support.time_limits import in_time
 
@@ -28,13 +29,19 @@ SHM = Tenant("shm", "socket", {"transport": "shm"})
 SLOW_S = 0.3
 
 
-def state(step_s: float, operations_s: float, waited_s: float, number: int = 9) -> dict[str, Any]:
+def state(
+    step_s: float,
+    operations_s: float,
+    waited_s: float,
+    number: int = 9,
+    usual: tuple[float, float] = (0.1, 0.02),
+) -> dict[str, Any]:
     """Return the answer of a rank whose usual step takes 100 ms, of which it waits 10 ms and moves 10 ms."""
     times = {"step_s": step_s, "operations_s": operations_s, "waited_s": waited_s}
     groups = {"tp": {"operations_s": operations_s, "waited_s": waited_s}}
-    usual = {"step_s": 0.1, "operations_s": 0.02, "waited_s": 0.01}
+    typical = {"step_s": usual[0], "operations_s": usual[1], "waited_s": 0.01}
     latest = [{"number": number, "ended_s": 0.0, **times, "groups": groups}]
-    return {"steps": [{"name": "train", "typical": usual, "latest": latest}]}
+    return {"steps": [{"name": "train", "typical": typical, "latest": latest}]}
 
 
 @pytest.mark.parametrize(
@@ -63,6 +70,17 @@ def state(step_s: float, operations_s: float, waited_s: float, number: int = 9) 
 def test_a_slow_step_names_the_rank_and_its_part(ranks: list[dict[str, Any]], sentence: str | None) -> None:
     assert slow_step({rank: Answer(state=state) for rank, state in enumerate(ranks)}) == sentence
     assert slow_step({0: Answer(silence="it is gone")}) is None
+
+
+def test_the_documented_sentence() -> None:
+    usual = 812, (0.41, 0.19)
+    ranks = [
+        state(1.9, 1.5, 1.49, *usual),
+        *[state(1.9, 1.4, 1.3, *usual)] * 4,
+        state(1.9, 0.19, 0.1, *usual),
+    ]
+    told = slow_step({rank: Answer(state=state) for rank, state in enumerate(ranks)})
+    assert f"```\nSlow: {told}\n```" in (ROOT / "docs" / "metrics.md").read_text(), told
 
 
 @attrs.define(eq=False)

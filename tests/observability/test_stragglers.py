@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.captured_logs import logged
 from support.fake_groups import FakeGroup, info_of
+from support.programs import ROOT
 
 from dist2.operation.kinds import OpKind
 from observability.clocks import ClockOffset, Offset, clock_id
@@ -172,6 +173,11 @@ def test_a_straggler_is_named_by_its_rank_in_the_job_and_in_the_group() -> None:
     assert found.sentence().startswith(
         "rank 3 (rank 0 of tp, host a, pid 3) arrives 50 ms late at collectives of group tp"
     )
+
+
+def test_the_documented_sentence() -> None:
+    late = Straggler(2, "training", 0.0501, 0.83, 75, 4.5, 1e-9, "rank 2")
+    assert f"```\n{late.sentence()}\n```" in (ROOT / "docs" / "metrics.md").read_text()
 
 
 def test_the_late_rank_of_a_pair_is_named() -> None:
