@@ -9,10 +9,10 @@
 #include <string.h>
 
 int
-plan_open(Plan *plan, long rank, int inputs, int outputs, const size_t *sizes)
+plan_open(Plan *plan, long rank, int inputs, int outputs, const size_t *sizes, size_t half)
 {
     size_t count = (size_t)(inputs + outputs);
-    *plan = (Plan){.rank = rank, .inputs = inputs, .tensors = inputs + outputs};
+    *plan = (Plan){.rank = rank, .inputs = inputs, .tensors = inputs + outputs, .half = half};
     plan->sizes = malloc((count + 1) * sizeof(size_t));
     plan->used = calloc(count + 1, 1);
     if (plan->sizes == NULL || plan->used == NULL) {
@@ -63,7 +63,13 @@ typedef struct {
     const Step *loop;  /* that the step is in */
 } Check;
 
-static const size_t SLOT_BYTES[] = {[TINY] = 1 << 10, [LONGER] = 128 << 10, [HALVES] = 1 << 20};
+static const size_t PIECE_BYTES[] = {[TINY] = 1 << 10, [LONGER] = 128 << 10};
+
+static size_t
+slot_bytes(const Plan *plan, int kind)
+{
+    return kind == HALVES ? plan->half : PIECE_BYTES[kind];
+}
 
 /* Whether bytes of a place are inside the memory that it is in; note that a tensor is used. */
 static int
@@ -74,8 +80,8 @@ is_inside(const Check *check, const Place *place, size_t nbytes)
         return place->index >= 0 && place->index < plan->mapped;
     }
     if (place->base == SLOT) {
-        return check->claimed >= 0 && nbytes <= SLOT_BYTES[check->claimed] &&
-               place->at <= SLOT_BYTES[check->claimed] - nbytes;
+        size_t size = check->claimed < 0 ? 0 : slot_bytes(plan, check->claimed);
+        return check->claimed >= 0 && nbytes <= size && place->at <= size - nbytes;
     }
     if (place->index < 0 || place->index >= plan->tensors) {
         return 0;
@@ -127,6 +133,12 @@ check_step(Check *check, const Step *step)
         return check_move(check, step);
     case CALLER:
         return step->nbytes ? check_move(check, step) : NULL;
+    case SEND:
+        return is_inside(check, &step->src, step->nbytes) ? NULL : "sends from outside of the memory it was given";
+    case RECV:
+        return is_inside(check, &step->dst, step->nbytes) && may_be_written(check, &step->dst)
+                   ? NULL
+                   : "receives to outside of the rank's own memory";
     case FENCE:
         check->plan->fences++;
         if (step->nbytes && (step->dst.base != TENSOR || step->src.base != TENSOR)) {
@@ -213,8 +225,8 @@ place_fits(const Board *board, const Place *place)
 int
 plan_fits(const Plan *plan, const Board *board)
 {
-    if (board->pieces[TINY].stride < SLOT_BYTES[TINY] || board->pieces[LONGER].stride < SLOT_BYTES[LONGER] ||
-        board->halves[1] - board->halves[0] < SLOT_BYTES[HALVES]) {
+    if (board->pieces[TINY].stride < PIECE_BYTES[TINY] || board->pieces[LONGER].stride < PIECE_BYTES[LONGER] ||
+        board->halves[1] - board->halves[0] < plan->half) {
         return 0;
     }
     for (const Step *step = plan->steps; step < plan->steps + plan->count; step++) {

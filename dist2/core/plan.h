@@ -31,6 +31,8 @@ typedef enum {
     SHARED,  /* OTHER unless srcs, which are in tensors, lie in shared memory of this process */
     OFFER,   /* expose srcs, which are in tensors, from the next fence on */
     TAKE,    /* find what the others exposed with the last fence: srcs are member and part; OTHER unless all is mapped */
+    SEND,    /* CALL: the caller sends src */
+    RECV,    /* CALL: it receives to dst */
     CALLER,  /* CALL: only the caller can do it */
 } Kind;
 
@@ -55,6 +57,7 @@ typedef struct {
     int inputs, tensors; /* of a call: those that are only read, and all */
     int mapped;          /* places that TAKE finds */
     size_t *sizes;       /* of the tensors, in bytes; SIZE_MAX: not known */
+    size_t half;         /* bytes of a half of a slot */
     char *used;          /* whether steps have places in a tensor */
     Step *steps;
     int count;
@@ -63,7 +66,7 @@ typedef struct {
 } Plan;
 
 /* Set up an empty plan, or free one. 0, or -1 without memory. */
-int plan_open(Plan *plan, long rank, int inputs, int outputs, const size_t *sizes);
+int plan_open(Plan *plan, long rank, int inputs, int outputs, const size_t *sizes, size_t half);
 void plan_close(Plan *plan);
 
 /* Append a step, whose srcs are copied. 0, or -1 without memory. */

@@ -18,7 +18,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-enum { REGION_BYTES = 4 << 20, TINY_AT = 8192, LONGER_AT = 65536, HALVES_AT = 1310720, MOST_RANKS = 4 };
+enum { REGION_BYTES = 4 << 20, TINY_AT = 8192, LONGER_AT = 65536, HALVES_AT = 1310720, HALF_BYTES = 1 << 20, MOST_RANKS = 4 };
 
 typedef struct {
     long rank, ranks;
@@ -42,7 +42,7 @@ open_board(Rank *self)
     Board *board = &self->board;
     board_open(board, (Word *)self->regions[self->rank], self->rank, self->bells[self->rank][0]);
     board->halves[0] = HALVES_AT;
-    board->halves[1] = HALVES_AT + (1 << 20);
+    board->halves[1] = HALVES_AT + HALF_BYTES;
     board->pieces[TINY] = (Pieces){.base = TINY_AT, .stride = 1088, .count = 32};
     board->pieces[LONGER] = (Pieces){.base = LONGER_AT, .stride = 135168, .count = 8};
     board->spins = 100;
@@ -107,7 +107,7 @@ reduce_all(Rank *self, size_t blocks, size_t nbytes)
     float *values = malloc(whole);
     char *tensors[] = {(char *)values};
     Plan plan;
-    plan_open(&plan, self->rank, 0, 1, &whole);
+    plan_open(&plan, self->rank, 0, 1, &whole, HALF_BYTES);
     Place tensor = {TENSOR, 0, 0}, own = {SLOT, (int)self->rank, 0}, slots[MOST_RANKS];
     for (int rank = 0; rank < self->ranks; rank++) {
         slots[rank] = (Place){SLOT, rank, 0};
@@ -145,7 +145,7 @@ broadcast_all(Rank *self, int kind, size_t nbytes)
     unsigned char *values = malloc(nbytes);
     char *tensors[] = {(char *)values};
     Plan plan;
-    plan_open(&plan, self->rank, 0, 1, &nbytes);
+    plan_open(&plan, self->rank, 0, 1, &nbytes, HALF_BYTES);
     Place tensor = {TENSOR, 0, 0}, slot = {SLOT, 0, 0};
     add(&plan, (Step){.kind = CLAIM, .number = (uint64_t)kind});
     if (self->rank == 0) {
@@ -178,6 +178,8 @@ refuse(Rank *self)
         {.kind = COPY, .dst = {TENSOR, 2, 0}, .src = input, .nbytes = 8},
         {.kind = COPY, .dst = {TENSOR, 1, 60}, .src = input, .nbytes = 8},
         {.kind = COPY, .dst = {SLOT, (int)self->rank, 0}, .src = input, .nbytes = 8}, /* nothing is claimed */
+        {.kind = SEND, .src = {TENSOR, 0, 60}, .nbytes = 8},
+        {.kind = RECV, .dst = input, .nbytes = 8},
         {.kind = FOLD, .number = 99, .dst = output, .srcs = &input, .count = 1, .nbytes = 8},
         {.kind = FOLD, .dst = output, .nbytes = 8},
         {.kind = CLAIM, .number = 3},
@@ -188,7 +190,7 @@ refuse(Rank *self)
     for (size_t each = 0; each < sizeof bad / sizeof bad[0]; each++) {
         Plan plan;
         int at;
-        plan_open(&plan, self->rank, 1, 1, sizes);
+        plan_open(&plan, self->rank, 1, 1, sizes, HALF_BYTES);
         plan_add(&plan, &bad[each]);
         EXPECT(self, plan_check(&plan, &at) != NULL);
         plan_close(&plan);

@@ -45,7 +45,7 @@ cdef extern from "plan.h" nogil:
         int index
         uint64_t at
     ctypedef enum Kind:
-        COPY, FOLD, FENCE, CLAIM, LOOP, END, NOTE, NOTED, SHARED, OFFER, TAKE, CALLER
+        COPY, FOLD, FENCE, CLAIM, LOOP, END, NOTE, NOTED, SHARED, OFFER, TAKE, SEND, RECV, CALLER
     ctypedef enum Way:
         THROUGH, PAST, FILL
     ctypedef struct Step:
@@ -64,7 +64,7 @@ cdef extern from "plan.h" nogil:
         char *used
         Step *steps
         size_t moved
-    int plan_open(CPlan *, long, int, int, const size_t *)
+    int plan_open(CPlan *, long, int, int, const size_t *, size_t)
     void plan_close(CPlan *)
     int plan_add(CPlan *, const Step *)
     const char *plan_check(CPlan *, int *)

@@ -143,7 +143,7 @@ cdef class Arrivals:
             operation: The call.
             wait: Called with it to sleep until the members of `whom` are at the fence `sought`.
             whom: A rank, ALL or NOBODY.
-            attend: Called between two yields.
+            attend: Called with it between two yields.
         """
         cdef Step step = step_of(FENCE)
         if peer_index(&self.board, whom) < NOBODY:
@@ -200,7 +200,7 @@ cdef class Arrivals:
             if status == SLOW:
                 wait(operation)
             elif attend is not None:
-                attend()
+                attend(operation)
             run.wait.brief = 0
             with nogil:
                 status = run_plan(run)
@@ -321,6 +321,7 @@ cdef class Plan:
         rank: The rank.
         inputs: Bytes of each tensor that a call reads; None where that is not known.
         outputs: Bytes of each that it writes.
+        half: Bytes of a half of a slot.
     """
 
     cdef CPlan plan
@@ -328,7 +329,7 @@ cdef class Plan:
     cdef public bint gathers  # at its first fence all members wait for all
     cdef bint sealed, offers
 
-    def __cinit__(self, long rank, inputs, outputs):
+    def __cinit__(self, long rank, inputs, outputs, size_t half=1 << 20):
         cdef size_t *sizes
         both = [*inputs, *outputs]
         sizes = <size_t *>PyMem_Malloc((len(both) + 1) * sizeof(size_t))
@@ -336,7 +337,7 @@ cdef class Plan:
             raise MemoryError
         for at, size in enumerate(both):
             sizes[at] = UNKNOWN if size is None else size
-        failed = plan_open(&self.plan, rank, len(inputs), len(outputs), sizes)
+        failed = plan_open(&self.plan, rank, len(inputs), len(outputs), sizes, half)
         PyMem_Free(sizes)
         if failed:
             raise MemoryError
@@ -347,6 +348,11 @@ cdef class Plan:
 
     def __len__(self):
         return self.plan.count
+
+    @property
+    def fences(self):
+        """How many fences it has, once it is sealed."""
+        return self.plan.fences
 
     cdef int add(self, Step *step, payload, srcs) except -1:
         cdef int at
@@ -454,6 +460,25 @@ cdef class Plan:
         as_place(&step.dst, dst)
         self.add(&step, payload, srcs)
 
+    def send(self, src, size_t nbytes, payload):
+        """Have Python send bytes; see `Script.address`."""
+        cdef Step step = step_of(SEND)
+        step.nbytes = nbytes
+        as_place(&step.src, src)
+        self.add(&step, payload, ())
+
+    def recv(self, dst, size_t nbytes, payload):
+        """Have Python receive bytes; see `Script.address`."""
+        cdef Step step = step_of(RECV)
+        step.nbytes = nbytes
+        as_place(&step.dst, dst)
+        self.add(&step, payload, ())
+
+    def call(self, payload):
+        """Have Python do something that concerns no memory."""
+        cdef Step step = step_of(CALLER)
+        self.add(&step, payload, ())
+
     def seal(self):
         """Check the plan, and return it.
 
@@ -479,7 +504,8 @@ cdef class Script:
         arrivals: The board.
         plan: A sealed plan.
         host: Has ``prepare(operation, script)``, called before the first run; ``wait(operation)``, which sleeps;
-            ``log_call(operation)``; ``do(operation, script, at, payload)``, which does a step that is the
+            ``attend(operation)``, which is called between two yields, or None; ``log_call(operation)``;
+            ``do(operation, script, at, payload)``, which does a step that is the
             caller's and returns an answer; ``fail(first, error)``, if the plan exposes memory: called with the
             number of the call's first fence.
         other: The script that runs where not all members expose mapped memory.
@@ -487,7 +513,7 @@ cdef class Script:
 
     cdef readonly Arrivals arrivals
     cdef readonly Plan plan
-    cdef object host
+    cdef object host, attend
     cdef Script other
     cdef Run state
     cdef bint is_ready, is_long
@@ -500,6 +526,7 @@ cdef class Script:
         if not plan.sealed:
             raise ValueError("the plan is not sealed")
         self.arrivals, self.plan, self.host, self.other = arrivals, plan, host, other
+        self.attend = host.attend
         self.is_long = plan.plan.moved >= LONG_BYTES
         self.state.plan, self.state.board = &plan.plan, &arrivals.board
         self.state.tensors = <char **>PyMem_Malloc((plan.plan.tensors + 1) * sizeof(char *))
@@ -566,6 +593,7 @@ cdef class Script:
         run.at = run.stage = 0
         run.offset = 0  # the last call may have failed in a loop
         memset(&run.wait, 0, sizeof(run.wait))
+        run.wait.attended = self.attend is not None
         if self.plan.plan.mapped or self.plan.offers:
             arrivals.make_known()
             run.known = arrivals.known
@@ -616,7 +644,7 @@ cdef class Script:
     cdef Status _go_on(self, operation) except *:
         taker = parts_taker  # another thread may stop recording meanwhile
         if taker is None:
-            return self.arrivals.go_on(&self.state, self.is_long, operation, self.host.wait, None)
+            return self.arrivals.go_on(&self.state, self.is_long, operation, self.host.wait, self.attend)
         return self._go_on_timed(operation, taker)
 
     cdef Status _go_on_timed(self, operation, taker) except *:
@@ -629,7 +657,7 @@ cdef class Script:
             raise MemoryError
         run.part_count, run.part_room, run.part_ns = 0, MOST_PARTS, begun_ns
         try:
-            status = self.arrivals.go_on(run, self.is_long, operation, self.host.wait, None)
+            status = self.arrivals.go_on(run, self.is_long, operation, self.host.wait, self.attend)
             parts = [
                 (PART_NAMES[run.parts[at].kind], run.parts[at].begun_ns, run.parts[at].ended_ns)
                 for at in range(run.part_count)
@@ -637,10 +665,15 @@ cdef class Script:
         finally:
             PyMem_Free(run.parts)
             run.parts = NULL
-        if status == CALL and self.plan.plan.steps[run.at].nbytes:
+        if status == CALL and self.plan.plan.steps[run.at].count:
             parts.append((PART_NAMES[REDUCING], run.part_ns, run.part_ns))  # lasts until the next ones begin
         taker(operation, begun_ns, parts)
         return status
+
+    def address(self, int at):
+        """Return where the bytes lie that a step sends or receives."""
+        cdef Step *step = &self.plan.plan.steps[at]
+        return <uintptr_t>place_address(&self.state, &step.src if step.kind == SEND else &step.dst)
 
     def addresses(self, int at):
         """Return where the destination and the sources of a step lie in the run that it stopped."""

@@ -15,7 +15,7 @@ from support.time_limits import in_time
 
 import dist2
 from dist2 import PeerLostError, ProcessGroup
-from dist2.backends.socket.executor import MessageExecutor, Traffic
+from dist2.backends.socket.traffic import Receive, Send
 from dist2.backends.socket.transport.node import Node
 from dist2.runtime.config import Config
 
@@ -24,8 +24,8 @@ NUMEL = 3_000_000
 BESIDE = 2
 WITHIN_S = 2.0
 PHASES = {
-    "at a fence": (MessageExecutor, "_meet", 1),
-    "as it starts messages": (Traffic, "start", 1),
+    "before a fence": (Receive, "do", 1),
+    "as it starts messages": (Send, "do", 1),
 }
 
 
@@ -80,7 +80,7 @@ def lose_one(pg: ProcessGroup, path: str, dies: int, phase: str, exchanges: bool
         node.close()
 
 
-@pytest.mark.parametrize(("dies", "phase"), [(0, "at a fence"), (3, "as it starts messages")])
+@pytest.mark.parametrize(("dies", "phase"), [(0, "before a fence"), (3, "as it starts messages")])
 def test_who_is_killed_in_a_sum_is_named_on_both_hosts(dies: int, phase: str, tmp_path: Path) -> None:
     found = run_processes(4, lose_one, tmp_path, str(tmp_path / "hosts"), dies, phase, False)
     assert found == [DIED if rank == dies else (dies,) for rank in range(4)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dist2.backends.socket.lowering import TENSOR, Place
+from dist2.backends.socket.overlap import TENSOR, Place
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.operation.engine import NEXT, Plan, Script
 from dist2.operation.record import Operation
@@ -36,6 +36,7 @@ class NotingHost:
         self.extra: list[int] = []
         self.act: Callable[[Any, int], object] | None = None
         self.wait: Callable[[Operation], None] = board.wait
+        self.attend = None
         self.log_call = board.log_call
         self._one_process = one_process
 

@@ -53,6 +53,7 @@ class Host:
         self.exposed = Exposed(board)
         self.recall = Recall(board)
         self.wait = board.wait
+        self.attend = None
         self.log_call = board.log_call
 
     def prepare(self, operation: Operation, script: Script) -> None:

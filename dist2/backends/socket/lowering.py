@@ -1,32 +1,51 @@
 """From schedules to plans: steps that the core runs on the memory of any group of a likeness, on any tensors.
 
-    plan = slots_plan(rank, layout, fold, blocks)
-    plan = mapped_plan(rank, layout, fold, schedule)
+    plan = slots_plan(rank, layout, folds, blocks)
+    plan = mapped_plan(rank, layout, folds, schedule)
+    plan = message_plan(rank, layout, folds, schedule, shift=0)
+
+The elements of a schedule number the concatenation of all parts of the inputs, or of the outputs, so a span
+may lie in several parts. Steps are cut at their ends. A message that lies across one goes through a piece of
+scratch: the other side need not have the same ends, so it must stay one message.
 
 A *slots plan* moves data through the slots of shared memory. Operations larger than a slot go through it in
 blocks: every part of the inputs and outputs is cut into blocks of equal length, and blocks that are alike are
 one loop. A *mapped plan* reads the tensors of other ranks in place. At its first fence the ranks find out
-whether all tensors are mapped; if not, all of them run their slots plan.
+whether all tensors are mapped; if not, all of them run their slots plan. A *message plan* sends and receives,
+also from and to slots where there are several hosts; see `overlap`.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
 
 import attrs
 import torch
 
-from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Fence, Fold, Schedule, Span, Step
+from dist2.backends.socket.algorithms.schedule import (
+    Buffer,
+    Copy,
+    Exchange,
+    Fence,
+    Fold,
+    Schedule,
+    Span,
+    Step,
+)
 from dist2.backends.socket.host import CheckSizes, FindMemory, FoldByTorch, GivenUp
 from dist2.backends.socket.layout import Layout, Parts
+from dist2.backends.socket.overlap import MAPPED, SLOT, TENSOR, Aliases, Draft, Place
 from dist2.backends.socket.reduction import Folding
+from dist2.backends.socket.traffic import MessagePlan, Receive, Send
 from dist2.backends.socket.transport.boards.control_words import ALL, NOBODY
 from dist2.backends.socket.transport.boards.pieces import HALVES, kind_for
+from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
 from dist2.operation.engine import Plan
 
-TENSOR, SLOT, MAPPED = range(3)
-"""Bases of places: a tensor of the call, by number; a slot, by rank; memory that was taken, by number."""
 THROUGH, PAST, FILL = range(3)
 """Ways of a copy: through the caches; past them; into a slot, past them if the readers' caches are far."""
 
@@ -39,9 +58,8 @@ ONE_THREAD = 1 << 15
 Counts = tuple[tuple[int, ...], tuple[int, ...]]
 """Elements of each input and output part in a block."""
 
-
-Place = tuple[int, int, int]
-"""Where a step reads or writes: a base, which one of it, and an offset in bytes."""
+Folds = Mapping[bool, Folding]
+"""How contributions are folded into a result that is complete, or not; empty without a reduction."""
 
 
 @attrs.frozen
@@ -62,22 +80,21 @@ class Blocks:
     sizes: int | None = None
 
 
-def slots_plan(
-    rank: int, layout: Layout, fold: Folding | None, blocks: Blocks, in_place: bool = False
-) -> Plan:
+def slots_plan(rank: int, layout: Layout, folds: Folds, blocks: Blocks, in_place: bool = False) -> Plan:
     """Return a plan that moves data through slots.
 
     Args:
         rank: The group rank.
         layout: How the tensors are cut into parts.
-        fold: For reductions.
+        folds: For reductions.
         blocks: The schedules, block by block.
         in_place: The inputs are the outputs.
     """
     assert not (blocks.streams and blocks.sizes is not None)  # notes are for fences of all
     count = max(1, -(-max((*layout.inputs.numels, *layout.outputs.numels), default=0) // blocks.numel))
-    lowering = _Lowering(rank, layout, fold, in_place)
-    plan, number = lowering.plan, None if blocks.sizes is None else count | blocks.sizes
+    plan = _plan_of(rank, layout)
+    lowering = _Lowering(plan, layout, folds, in_place)
+    number = None if blocks.sizes is None else count | blocks.sizes
     plan.gathers = not blocks.streams
     stride = blocks.numel * layout.dtype.itemsize
     for index, counts, turns in _alike(layout, blocks, count):
@@ -95,7 +112,7 @@ def slots_plan(
 def mapped_plan(
     rank: int,
     layout: Layout,
-    fold: Folding | None,
+    folds: Folds,
     schedule: Schedule,
     in_place: bool = False,
     sizes: int | None = None,
@@ -105,14 +122,14 @@ def mapped_plan(
     Args:
         rank: The group rank.
         layout: How the tensors are cut into parts.
-        fold: For reductions.
+        folds: For reductions.
         schedule: Of a family whose ranks expose memory between the first fence and the last.
         in_place: The inputs are the outputs.
         sizes: For an exchange, whose ranks may differ in whether they run this plan: the number that those
             publish that do.
     """
-    lowering = _Lowering(rank, layout, fold, in_place, schedule)
-    plan, steps = lowering.plan, schedule.steps
+    plan, steps = _plan_of(rank, layout), schedule.steps
+    lowering = _Lowering(plan, layout, folds, in_place, schedule)
     first = next(at for at, step in enumerate(steps) if isinstance(step, Fence))
     before, after = steps[:first], steps[first + 1 :]
     if not any(isinstance(step, Fold) for step in after):  # copies are in vain if slots are used
@@ -133,6 +150,52 @@ def mapped_plan(
     return plan.seal()
 
 
+def message_plan(
+    rank: int,
+    layout: Layout,
+    folds: Folds,
+    schedule: Schedule,
+    in_place: bool = False,
+    half: int = SLOT_BYTES,
+    *,
+    shift: int | None,
+) -> MessagePlan:
+    """Return a plan with messages.
+
+    Args:
+        rank: The group rank.
+        layout: How the tensors are cut into parts: one tensor is one part.
+        folds: For reductions.
+        schedule: The schedule.
+        in_place: The inputs are the outputs.
+        half: Bytes of a half of a slot.
+        shift: Element ``n`` of the inputs may be element ``n + shift`` of the outputs: the same memory; None:
+            they share nothing.
+    """
+    draft, itemsize = Draft(), layout.dtype.itemsize
+    lowering = _Lowering(draft, layout, folds, in_place, scratch=schedule.scratch)
+    if any(isinstance(step, Fence) for step in schedule.steps):
+        draft.claim(HALVES)
+    lowering.add(schedule.steps, (layout.inputs.numels, layout.outputs.numels))
+    inputs, outputs = layout.inputs.sizes(itemsize), layout.outputs.sizes(itemsize)
+    scratch = lowering.scratch * itemsize
+    plan = Plan(rank, inputs, [*outputs, scratch], half)
+    aliases = Aliases(_starts(inputs), _starts(outputs), None if shift is None else shift * itemsize)
+    messages = draft.add_to(plan, aliases)
+    return MessagePlan(plan.seal(), scratch, messages)
+
+
+def _starts(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return where each tensor lies in the concatenation of all, in bytes."""
+    return tuple(accumulate(sizes, initial=0))[:-1]
+
+
+def _plan_of(rank: int, layout: Layout) -> Plan:
+    """Return an empty plan for the tensors of a call."""
+    itemsize = layout.dtype.itemsize
+    return Plan(rank, layout.inputs.sizes(itemsize), layout.outputs.sizes(itemsize))
+
+
 def _alike(layout: Layout, blocks: Blocks, count: int) -> Iterator[tuple[int, Counts, int]]:
     """Yield the first block of each row of blocks that are alike: its number, its counts, and how many."""
 
@@ -150,39 +213,46 @@ def _alike(layout: Layout, blocks: Blocks, count: int) -> Iterator[tuple[int, Co
 
 
 class _Lowering:
-    """Adds the steps of schedules to a plan.
+    """Adds the steps of schedules to a plan, or to a draft.
 
     Attributes:
-        plan: The plan.
         wanted: Rank and part of each place in memory that others expose.
         exposed: The parts that this rank exposes.
+        scratch: Elements of scratch that are needed.
 
     Args:
-        rank: The group rank.
+        plan: The plan or draft.
         layout: How the tensors are cut into parts.
-        fold: For reductions.
+        folds: For reductions.
         in_place: The inputs are the outputs.
         mapped: The schedule of a mapped plan.
+        scratch: Elements of scratch that the schedule needs.
     """
 
     def __init__(
         self,
-        rank: int,
+        plan: Any,
         layout: Layout,
-        fold: Folding | None,
+        folds: Folds,
         in_place: bool,
         mapped: Schedule | None = None,
+        scratch: int = 0,
     ) -> None:
         itemsize = self._itemsize = layout.dtype.itemsize
-        self.plan = Plan(rank, layout.inputs.sizes(itemsize), layout.outputs.sizes(itemsize))
+        self._plan = plan
         self._parts = {Buffer.INPUT: layout.inputs, Buffer.OUTPUT: layout.outputs}
         self._firsts = {Buffer.INPUT: 0, Buffer.OUTPUT: layout.inputs.tensors}
-        self._dtype, self._fold, self._in_place = layout.dtype, fold, in_place
+        self._dtype, self._folds, self._in_place = layout.dtype, folds, in_place
         total = itemsize * sum((*layout.inputs.numels, *layout.outputs.numels))
-        self._out = PAST if mapped is None and fold is None and total >= LEAST_PAST else THROUGH
+        moves = isinstance(plan, Plan) and mapped is None and not folds
+        self._out = PAST if moves and total >= LEAST_PAST else THROUGH
         self._checked = None if mapped is None else GivenUp()
-        self._counts: Counts = ((), ())
+        self._ends: dict[Buffer, list[int]] = {}
         self._shift = 0
+        self._sent: Counter[int] = Counter()
+        self._received: Counter[int] = Counter()
+        self.scratch = self._own_scratch = scratch
+        self._scratch_at = layout.inputs.tensors + layout.outputs.tensors
         steps = () if mapped is None else mapped.steps
         spans = [span for step in steps for span in _spans(step) if span.buffer is Buffer.LENT]
         self.wanted = sorted({(span.owner, span.part) for span in spans})
@@ -199,22 +269,27 @@ class _Lowering:
             shift: Bytes from the beginning of a part to the block.
             noted: Number that is published with the fence, and compared behind it.
         """
-        self._counts, self._shift = counts, shift
+        inputs, outputs = counts
+        self._ends = {Buffer.INPUT: list(accumulate(inputs)), Buffer.OUTPUT: list(accumulate(outputs))}
+        self._shift = shift
         own: tuple[Place, Place, int] | None = None
         for step, behind in zip(steps, [*steps[1:], None], strict=False):
             if isinstance(step, Fence):
                 self._fence(step, own, noted)
                 own = None
             elif isinstance(step, Copy):
-                stretches = self._stretches(step)
+                stretches = self._stretches(step.dst, step.src)
+                if self._in_place and step.is_own:
+                    assert step.dst.start == step.src.start  # or the schedule would overwrite its own input
+                    continue
                 if stretches and isinstance(behind, Fence) and self._only_own(step):
-                    own = stretches.pop()
-                for dst, src, nbytes in stretches:
-                    self.plan.copy(dst, src, nbytes, FILL if dst[0] == SLOT else self._out)
+                    *stretches, ((dst, src), nbytes) = stretches
+                    own = dst, src, nbytes
+                self._copy(stretches)
             elif isinstance(step, Fold):
-                self._add_fold(step)
+                self._fold(step)
             else:
-                raise TypeError(f"a plan inside a host has no {type(step).__name__}")
+                self._exchange(step)
 
     def _only_own(self, step: Copy) -> bool:
         """Whether a copy is of memory that other ranks never access: it may be made while they come."""
@@ -225,51 +300,79 @@ class _Lowering:
         assert step.awaited is None or len(step.awaited) < 2
         whom = ALL if step.awaited is None else step.awaited[0] if step.awaited else NOBODY
         if noted is not None:
-            self.plan.note(noted)
-        self.plan.fence(whom, own, self._checked)
+            self._plan.note(noted)
+        self._plan.fence(whom, own, self._checked)
         if noted is not None:
-            self.plan.noted(noted, CheckSizes(noted))
+            self._plan.noted(noted, CheckSizes(noted))
 
-    def _stretches(self, step: Copy) -> list[tuple[Place, Place, int]]:
-        """Return the copies of a step, each within one part on both sides; none to where the data are."""
-        if self._in_place and step.is_own:
-            assert step.dst.start == step.src.start  # or the schedule would overwrite its own input
-            return []
-        cuts = {0, step.dst.numel} | self._cuts(step.dst) | self._cuts(step.src)
+    def _copy(self, stretches: Sequence[tuple[list[Place], int]]) -> None:
+        for (dst, src), nbytes in stretches:
+            self._plan.copy(dst, src, nbytes, FILL if dst[0] == SLOT else self._out)
+
+    def _fold(self, step: Fold) -> None:
+        fold = self._folds[step.final]
+        for places, nbytes in self._stretches(step.dst, *step.srcs):
+            add_fold(self._plan, fold, self._dtype, places, nbytes // self._itemsize)
+
+    def _exchange(self, step: Exchange) -> None:
+        """Add messages; data that spans several tensors is packed before and unpacked after."""
+        used = self._own_scratch
+        sends, recvs, unpacking = [], [], []
+        for send in step.sends:
+            span, used = self._whole(send.span, used)
+            if span is not send.span:
+                self._copy(self._stretches(span, send.span))
+            sends.append((Send(*self._message(send.peer, self._sent, span)), self._place(span)))
+        for recv in step.recvs:
+            span, used = self._whole(recv.span, used)
+            if span is not recv.span:
+                unpacking += self._stretches(recv.span, span)
+            recvs.append((Receive(*self._message(recv.peer, self._received, span)), self._place(span)))
+        self.scratch = max(self.scratch, used)
+        self._plan.exchange(sends, recvs)
+        self._copy(unpacking)
+
+    def _message(self, peer: int, counted: Counter[int], span: Span) -> tuple[int, int, int, int]:
+        """Return the fields of a `Message`."""
+        step, number = counted[peer], self._sent.total() + self._received.total()
+        counted[peer] += 1
+        return peer, step, span.numel * self._itemsize, number
+
+    def _whole(self, span: Span, used: int) -> tuple[Span, int]:
+        """Return a span in one part: itself, or scratch; and how much scratch is used then."""
+        if not self._cuts(span):
+            return span, used
+        return Span(Buffer.SCRATCH, used, used + span.numel), used + span.numel
+
+    def _stretches(self, *spans: Span) -> list[tuple[list[Place], int]]:
+        """Cut spans of one length at every end of a part in any of them; return places and bytes of each."""
+        cuts = {0, spans[0].numel}.union(*[self._cuts(span) for span in spans])
         return [
-            (
-                self._place(step.dst, start),
-                self._place(step.src, start),
-                (stop - start) * self._itemsize,
-            )
-            for start, stop in itertools.pairwise(sorted(cuts))
+            ([self._place(span, start) for span in spans], (stop - start) * self._itemsize)
+            for start, stop in pairwise(sorted(cuts))
         ]
 
-    def _cuts(self, span: Span) -> set[int]:
-        """Return where part boundaries cut a span, counted from its start."""
-        if span.buffer not in self._parts:
-            return set()
-        cuts, bound = set(), 0
-        for count in self._counts[span.buffer is Buffer.OUTPUT]:
-            bound += count
-            if span.start < bound < span.stop:
-                cuts.add(bound - span.start)
-        return cuts
+    def _cuts(self, span: Span) -> list[int]:
+        """Return where ends of parts cut a span, counted from its start."""
+        ends = self._ends.get(span.buffer, ())
+        if len(ends) < 2:
+            return []
+        inside = ends[bisect_right(ends, span.start) : bisect_left(ends, span.stop)]
+        return [end - span.start for end in inside]
 
     def _place(self, span: Span, start: int = 0) -> Place:
         """Return the place of an element of a span."""
-        at = span.start + start
-        if span.buffer is Buffer.SLOT:
+        at, buffer = span.start + start, span.buffer
+        if buffer is Buffer.SLOT:
             return (SLOT, span.owner, at * self._itemsize)
-        if span.buffer is Buffer.LENT:
+        if buffer is Buffer.LENT:
             return (MAPPED, self.wanted.index((span.owner, span.part)), at * self._itemsize)
-        before = 0
-        for part, count in enumerate(self._counts[span.buffer is Buffer.OUTPUT]):
-            if at < before + count:
-                _, which, start = self._part(span.buffer, part)
-                return (TENSOR, which, start + self._shift + (at - before) * self._itemsize)
-            before += count
-        raise IndexError(f"{span} lies outside of the parts {self._counts}")
+        if buffer is Buffer.SCRATCH or not span.numel:
+            return (TENSOR, self._scratch_at, at * self._itemsize if span.numel else 0)
+        ends = self._ends[buffer]
+        part = bisect_right(ends, at)
+        _, which, begin = self._part(buffer, part)
+        return (TENSOR, which, begin + self._shift + (at - (ends[part - 1] if part else 0)) * self._itemsize)
 
     def _part(self, buffer: Buffer, part: int) -> Place:
         """Return where a part begins."""
@@ -278,18 +381,12 @@ class _Lowering:
             return (TENSOR, self._firsts[buffer], sum(parts.numels[:part]) * self._itemsize)
         return (TENSOR, self._firsts[buffer] + part, 0)
 
-    def _add_fold(self, step: Fold) -> None:
-        assert self._fold is not None  # only reductions have folds, and theirs is given
-        if step.dst.numel:
-            places = [self._place(span) for span in (step.dst, *step.srcs)]
-            add_fold(self.plan, self._fold, self._dtype, places, step.dst.numel)
 
-
-def add_fold(plan: Plan, fold: Folding, dtype: torch.dtype, places: Sequence[Place], numel: int) -> None:
+def add_fold(plan: Any, fold: Folding, dtype: torch.dtype, places: Sequence[Place], numel: int) -> None:
     """Add a fold to a plan: by the core, or by torch where it has several threads or only it knows the fold.
 
     Args:
-        plan: The plan.
+        plan: The plan, or a draft.
         fold: How to fold.
         dtype: Of the elements.
         places: The destination and the sources.

@@ -1,4 +1,4 @@
-"""Raw memory of tensors: addresses, copies, and views on shared memory.
+"""Raw memory of tensors: addresses, and views on shared memory.
 
 Tensors that outlive a call are made outside of inference mode: those made in it cannot be written to outside.
 """
@@ -8,11 +8,6 @@ from __future__ import annotations
 import ctypes
 
 import torch
-
-from dist2.backends.socket.transport.raw import move_long
-
-copy_bytes = move_long
-"""``copy_bytes(dst_address, src_address, nbytes)``: half the cost of `Tensor.copy_` for small sizes."""
 
 
 @torch.inference_mode(False)
@@ -43,7 +38,11 @@ def tensor_at(address: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor of any dtype. Keep the tensor alive."""
-    if tensor.numel() == 0:
+    return bytes_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def bytes_at(address: int, nbytes: int) -> memoryview:
+    """Return memory. Keep alive what it is of."""
+    if nbytes == 0:
         return memoryview(b"")
-    array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    return memoryview(array).cast("B")
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")

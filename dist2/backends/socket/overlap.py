@@ -1,105 +1,92 @@
-"""Work that overlaps with messages: the actions of a plan, and the messages that each one waits for.
+"""Work that overlaps with messages: a draft of a plan, whose steps wait only for the messages that they need.
 
-An action waits for the messages whose memory it touches: a received stretch must be there before it is read
-or written, a sent one must have left before it is written. A fence waits for all messages that touch slots,
-as other ranks may read or write those after it. Receives start early, so that the sender of a long message
-need not wait until there is a place for it.
+A schedule says that an `Exchange` ends when all its messages are done. A plan is less strict. A step waits
+for the messages whose memory it touches: a received stretch must be there before it is read or written, a
+sent one must have left before it is written. A fence waits for all messages that touch slots, as other ranks
+may read or write those after it. Receives start early, so that the sender of a long message need not wait
+until there is a place for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import attrs
 
-from dist2.backends.socket.reduction import Fold as FoldFunction
+from dist2.backends.socket.traffic import Await, Message, Receive, Send
+from dist2.operation.engine import Plan
 
+TENSOR, SLOT, MAPPED = range(3)
+"""Bases of places: a tensor of the call, by number; a slot, by rank; memory that was taken, by number."""
 _LOOK_BACK = 32
-"""Actions that a receive is moved over at most."""
+"""Steps that a receive is moved over at most."""
 
+Place = tuple[int, int, int]
+"""Where a step reads or writes: a base, which one of it, and an offset in bytes."""
 
-@attrs.frozen(cache_hash=True)
-class Place:
-    """The position of a stretch of elements.
-
-    Attributes:
-        memory: The index of the memory: inputs first, then outputs, then scratch, then the slots of this
-            host.
-        start: First byte.
-        stop: One past the last.
-    """
-
-    memory: int
-    start: int
-    stop: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
-
-
-class Message(NamedTuple):
-    """One message.
-
-    Attributes:
-        peer: The other side.
-        step: Number of the message between the two ranks in this direction.
-        place: The source or target.
-        number: The message's number in the plan.
-    """
-
-    peer: int
-    step: int
-    place: Place
-    number: int
-
-
-Needs = tuple[int, ...]
-"""Numbers of messages that must be done before an action."""
-
-
-@attrs.frozen
-class Messages:
-    """Start these messages."""
-
-    sends: tuple[Message, ...]
-    recvs: tuple[Message, ...]
-    needs: Needs = ()
-
-
-@attrs.frozen
-class Move:
-    """Copy bytes."""
-
-    dst: Place
-    src: Place
-    needs: Needs = ()
+Stretch = tuple[Place, int]
+"""A place and a number of bytes."""
 
 
 @attrs.frozen(eq=False)
-class Combine:
-    """Fold elements."""
+class Local:
+    """A step without messages.
 
-    fold: FoldFunction
-    dst: Place
-    srcs: tuple[Place, ...]
-    needs: Needs = ()
+    Attributes:
+        method: The method of `Plan` that adds it,
+        arguments: and its arguments.
+        reads: The memory that it reads.
+        writes: The memory that it writes.
+        meets: Whether other ranks may access slots after it that they did not before, or no longer.
+    """
+
+    method: str
+    arguments: tuple[Any, ...]
+    reads: tuple[Stretch, ...]
+    writes: tuple[Stretch, ...]
+    meets: bool
+
+    def add_to(self, plan: Plan) -> None:
+        """Add it to a plan."""
+        getattr(plan, self.method)(*self.arguments)
+
+
+@attrs.frozen(eq=False)
+class Messages:
+    """Messages that are started together, the receives first, so that payloads find their place.
+
+    Attributes:
+        sends: Those sent.
+        recvs: Those received.
+    """
+
+    sends: tuple[tuple[Send, Place], ...]
+    recvs: tuple[tuple[Receive, Place], ...]
+    meets = False
+
+    @property
+    def reads(self) -> tuple[Stretch, ...]:
+        return tuple((place, message.nbytes) for message, place in self.sends)
+
+    @property
+    def writes(self) -> tuple[Stretch, ...]:
+        return tuple((place, message.nbytes) for message, place in self.recvs)
+
+    def add_to(self, plan: Plan) -> None:
+        """Add them to a plan."""
+        for recv, place in self.recvs:
+            plan.recv(place, recv.nbytes, recv)
+        for send, place in self.sends:
+            plan.send(place, send.nbytes, send)
+
+
+Action = Local | Messages
 
 
 @attrs.frozen
-class Meet:
-    """Wait for the other ranks of this host."""
-
-    needs: Needs = ()
-
-
-Action = Messages | Move | Combine | Meet
-
-
-@attrs.frozen
-class Memories:
-    """The numbers of memories, and those that may alias because the caller passed them twice.
+class Aliases:
+    """Memory that the caller may have passed twice.
 
     Attributes:
         input_starts: Where each input lies in the concatenation of all, in bytes.
@@ -111,110 +98,129 @@ class Memories:
     output_starts: tuple[int, ...]
     shift: int | None
 
-    def is_shared(self, place: Place) -> bool:
-        """Whether other ranks of this host may read or write a place."""
-        return place.memory > len(self.input_starts) + len(self.output_starts)
-
-    def share(self, first: Place, second: Place) -> bool:
-        """Whether two places may have a byte in common."""
-        if first.memory == second.memory:
-            return first.start < second.stop and second.start < first.stop
-        if first.memory > second.memory:
-            first, second = second, first
-        inputs = len(self.input_starts)
-        output = second.memory - inputs
-        if self.shift is None or first.memory >= inputs or not 0 <= output < len(self.output_starts):
+    def share(self, first: Stretch, second: Stretch) -> bool:
+        """Whether two stretches may have a byte in common."""
+        (base, index, start), nbytes = first
+        (other_base, other_index, other_start), other_nbytes = second
+        if base != other_base:
             return False
-        moved = self.input_starts[first.memory] + self.shift - self.output_starts[output]
-        return first.start + moved < second.stop and second.start < first.stop + moved
+        if index != other_index:
+            if base != TENSOR or self.shift is None:
+                return False
+            if index > other_index:
+                return self.share(second, first)
+            output = other_index - len(self.input_starts)
+            if index >= len(self.input_starts) or not 0 <= output < len(self.output_starts):
+                return False
+            start += self.input_starts[index] + self.shift - self.output_starts[output]
+        return start < other_start + other_nbytes and other_start < start + nbytes
 
 
-def overlapped(actions: Sequence[Action], memories: Memories) -> tuple[Action, ...]:
-    """Return the actions with receives moved forward, each with the messages that it waits for."""
-    overlap = _Overlap(memories)
-    return tuple(overlap.needing(overlap.early(actions)))
+class Draft:
+    """Steps that are to be added to a plan. The methods are those of `Plan`, and `exchange`."""
 
+    def __init__(self) -> None:
+        self._actions: list[Action] = []
 
-class _Overlap:
-    """Moves and marks actions."""
+    def claim(self, kind: int) -> None:
+        self._add("claim", (kind,), (), (), meets=True)
 
-    def __init__(self, memories: Memories) -> None:
-        self._memories = memories
-        self._share = memories.share
+    def fence(
+        self, whom: int, own: tuple[Place, Place, int] | None = None, checked: object | None = None
+    ) -> None:
+        reads, writes = ([(own[1], own[2])], [(own[0], own[2])]) if own is not None else ((), ())
+        self._add("fence", (whom, own, checked), reads, writes, meets=True)
 
-    def early(self, actions: Sequence[Action]) -> list[Action]:
-        """Return the actions with each receive as early as nothing before it touches its memory."""
-        moved: list[Action] = []
-        for action in actions:
-            if not isinstance(action, Messages):
-                moved.append(action)
-                continue
-            early: dict[int, list[Message]] = {}
-            for recv in action.recvs:
-                early.setdefault(self._earliest(moved, recv.place), []).append(recv)
-            staying = early.pop(len(moved), [])
-            if action.sends or staying:
-                moved.append(Messages(action.sends, tuple(staying)))
-            for position in sorted(early, reverse=True):
-                moved.insert(position, Messages((), tuple(early[position])))
-        return moved
+    def copy(self, dst: Place, src: Place, nbytes: int, way: int) -> None:
+        self._add("copy", (dst, src, nbytes, way), [(src, nbytes)], [(dst, nbytes)])
 
-    def _earliest(self, actions: Sequence[Action], place: Place) -> int:
-        """Return the position after the last action that has to do with a place."""
-        end = position = len(actions)
-        if not place.nbytes:
-            return end
-        while position and end - position < _LOOK_BACK:
-            action = actions[position - 1]
-            if isinstance(action, Meet):
-                if self._memories.is_shared(place):
-                    break
-            elif any(self._share(place, other) for other in _places(action)):
-                # Behind a message it would have to wait for that one, earlier than is needed.
-                return end if isinstance(action, Messages) else position
-            position -= 1
-        return position
+    def fold(
+        self, number: int, divisor: float, dst: Place, srcs: Sequence[Place], nbytes: int, payload: object
+    ) -> None:
+        reads = [(src, nbytes) for src in srcs]
+        self._add("fold", (number, divisor, dst, srcs, nbytes, payload), reads, [(dst, nbytes)])
 
-    def needing(self, actions: Sequence[Action]) -> list[Action]:
-        """Return the actions with the messages that each has to wait for."""
-        under_way: list[tuple[Message, bool]] = []
-        found: list[Action] = []
-        for action in actions:
-            needed = [each for each in under_way if self._waits(action, *each)]
+    def fold_elsewhere(self, dst: Place, srcs: Sequence[Place], nbytes: int, payload: object) -> None:
+        reads = [(src, nbytes) for src in srcs]
+        self._add("fold_elsewhere", (dst, srcs, nbytes, payload), reads, [(dst, nbytes)])
+
+    def exchange(self, sends: Iterable[tuple[Send, Place]], recvs: Iterable[tuple[Receive, Place]]) -> None:
+        """Add messages."""
+        self._actions.append(Messages(tuple(sends), tuple(recvs)))
+
+    def _add(
+        self,
+        method: str,
+        arguments: tuple[Any, ...],
+        reads: Iterable[Stretch],
+        writes: Iterable[Stretch],
+        *,
+        meets: bool = False,
+    ) -> None:
+        self._actions.append(Local(method, arguments, tuple(reads), tuple(writes), meets))
+
+    def add_to(self, plan: Plan, aliases: Aliases) -> list[Message]:
+        """Add all steps to a plan, with receives moved forward; return the messages."""
+        found: list[Message] = []
+        under_way: list[tuple[Message, Stretch, bool]] = []
+        for action in _early(self._actions, aliases):
+            needed = [each for each in under_way if _waits(action, *each, aliases)]
             if needed:
                 under_way = [each for each in under_way if each not in needed]
-                action = attrs.evolve(action, needs=tuple(message.number for message, _ in needed))
-            found.append(action)
+                plan.call(Await(tuple(message.number for message, _, _ in needed)))
+            action.add_to(plan)
             if isinstance(action, Messages):
-                under_way += [(recv, True) for recv in action.recvs]
-                under_way += [(send, False) for send in action.sends]
+                under_way += [(recv, (place, recv.nbytes), True) for recv, place in action.recvs]
+                under_way += [(send, (place, send.nbytes), False) for send, place in action.sends]
+                found += [message for message, _ in (*action.recvs, *action.sends)]
         return found
 
-    def _waits(self, action: Action, message: Message, received: bool) -> bool:
-        """Whether an action has to wait for a message that was started before it."""
-        if not message.place.nbytes:  # it moves nothing, so it is there for its order
-            return received
-        if isinstance(action, Meet):
-            return self._memories.is_shared(message.place)
-        touched = _places(action) if received else _written(action)
-        return any(self._share(message.place, place) for place in touched)
+
+def _early(actions: Sequence[Action], aliases: Aliases) -> list[Action]:
+    """Return the actions with each receive as early as nothing before it touches its memory."""
+    moved: list[Action] = []
+    for action in actions:
+        if not isinstance(action, Messages):
+            moved.append(action)
+            continue
+        early: dict[int, list[tuple[Receive, Place]]] = {}
+        for recv, place in action.recvs:
+            position = _earliest(moved, (place, recv.nbytes), aliases)
+            early.setdefault(position, []).append((recv, place))
+        staying = early.pop(len(moved), [])
+        if action.sends or staying:
+            moved.append(Messages(action.sends, tuple(staying)))
+        for position in sorted(early, reverse=True):
+            moved.insert(position, Messages((), tuple(early[position])))
+    return moved
 
 
-def _places(action: Action) -> list[Place]:
-    """Return the memory that an action reads and writes."""
-    if isinstance(action, Move):
-        return [action.dst, action.src]
-    if isinstance(action, Combine):
-        return [action.dst, *action.srcs]
-    if isinstance(action, Messages):
-        return [message.place for message in (*action.sends, *action.recvs)]
-    return []
+def _earliest(actions: Sequence[Action], stretch: Stretch, aliases: Aliases) -> int:
+    """Return the position after the last action that has to do with a stretch."""
+    end = position = len(actions)
+    if not stretch[1]:
+        return end
+    while position and end - position < _LOOK_BACK:
+        action = actions[position - 1]
+        if action.meets and _is_shared(stretch):
+            break
+        if any(aliases.share(stretch, other) for other in (*action.reads, *action.writes)):
+            # Behind a message it would have to wait for that one, earlier than is needed.
+            return end if isinstance(action, Messages) else position
+        position -= 1
+    return position
 
 
-def _written(action: Action) -> list[Place]:
-    """Return the memory that an action writes."""
-    if isinstance(action, (Move, Combine)):
-        return [action.dst]
-    if isinstance(action, Messages):
-        return [recv.place for recv in action.recvs]
-    return []
+def _waits(action: Action, message: Message, stretch: Stretch, received: bool, aliases: Aliases) -> bool:
+    """Whether an action has to wait for a message that was started before it."""
+    if not message.nbytes:  # it moves nothing, so it is there for its order
+        return received
+    if action.meets and _is_shared(stretch):
+        return True
+    touched = (*action.reads, *action.writes) if received else action.writes
+    return any(aliases.share(stretch, other) for other in touched)
+
+
+def _is_shared(stretch: Stretch) -> bool:
+    """Whether other ranks of this host may read or write a stretch."""
+    return stretch[0][0] == SLOT

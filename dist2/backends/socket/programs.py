@@ -9,7 +9,6 @@ import torch
 
 from dist2.backends.socket.algorithms.hosts import host_map
 from dist2.backends.socket.coalesced import COALESCED, coalesced
-from dist2.backends.socket.executor import MessageExecutor, MessageProgram
 from dist2.backends.socket.host import Host
 from dist2.backends.socket.options import SocketOptions
 from dist2.backends.socket.recipes import (
@@ -24,6 +23,7 @@ from dist2.backends.socket.recipes import (
 from dist2.backends.socket.reduction import prepare
 from dist2.backends.socket.solo import run_alone
 from dist2.backends.socket.staging import Program, staged
+from dist2.backends.socket.traffic import MessageHost, MessagePlan, MessageProgram
 from dist2.backends.socket.transport.base import Endpoint
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
@@ -92,10 +92,9 @@ class Programs:
         return Host(self._board)
 
     @cached_property
-    def _executor(self) -> MessageExecutor:
-        """Runs message schedules: most groups of one host need none."""
-        beside = host_map(self._layout).beside(self._rank) if self._layout else ()
-        return MessageExecutor(self._endpoint, self._hosts_board, beside)
+    def _message_host(self) -> MessageHost:
+        """What scripts with messages call: most groups of one host have none."""
+        return MessageHost(self._endpoint, self._hosts_board)
 
     def make(self, signature: Signature) -> Program:
         """Return the callable for calls of a signature, on tensors of any strides.
@@ -120,35 +119,20 @@ class Programs:
         if self._world_size == 1:
             check_reduction(signature)
             return run_alone
-        return _multiplied(self._program(signature, self.recipes.find(signature)), signature)
+        return _multiplied(self._program(self.recipes.find(signature)), signature)
 
-    def _program(self, signature: Signature, recipe: Recipe) -> Program:
+    def _program(self, recipe: Recipe) -> Program:
         """Return a callable that follows a recipe in this group."""
-        if recipe.plan is not None:
-            run: Program = self._script(recipe).run
-            return run
-        return self._messages(signature, recipe)
+        if isinstance(recipe.plan, MessagePlan):
+            return MessageProgram(self._message_host, recipe.plan)
+        run: Program = self._script(recipe).run
+        return run
 
     def _script(self, recipe: Recipe) -> Script:
         """Return a script for the plan of a recipe, and for its slots plan if not all tensors are mapped."""
         host = self._host
         other = None if recipe.otherwise is None else self._script(recipe.otherwise)
         return Script(host.board.arrivals, recipe.plan, host, other)
-
-    # As messages
-
-    def _messages(self, signature: Signature, recipe: Recipe) -> Program:
-        executor, request = self._executor, recipe.request
-        schedule = recipe.algorithm.schedule(self._rank, request)
-        plan = executor.bind(
-            schedule,
-            recipe.layout.dtype,
-            signature.reduction,
-            [meta.numel for meta in signature.inputs],
-            [meta.numel for meta in signature.outputs],
-            shift=request.shift(self._rank),
-        )
-        return MessageProgram(executor, plan)
 
 
 def _slot_bytes(board: Board | None, layout: tuple[int, ...]) -> int:

@@ -18,10 +18,11 @@ from dist2.backends.socket.algorithms.request import Request, family_of
 from dist2.backends.socket.algorithms.schedule import Schedule
 from dist2.backends.socket.host import MAPPED_NOTE
 from dist2.backends.socket.layout import Layout, Parts
-from dist2.backends.socket.lowering import Blocks, Counts, mapped_plan, slots_plan
+from dist2.backends.socket.lowering import Blocks, Counts, Folds, mapped_plan, message_plan, slots_plan
 from dist2.backends.socket.reduction import Folding, check_supported, is_exact
 from dist2.backends.socket.selection import Algorithm, select
 from dist2.backends.socket.sizes import note_of
+from dist2.backends.socket.traffic import MessagePlan
 from dist2.backends.socket.transport.boards.pieces import PIECE_BYTES
 from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds
@@ -77,14 +78,14 @@ class Recipe:
         layout: How the tensors are cut into parts.
         request: The request for the algorithm.
         algorithm: Which it is.
-        plan: Its plan, where it runs inside a host.
+        plan: Its plan.
         otherwise: Runs unless all tensors are mapped, for an algorithm that lends.
     """
 
     layout: Layout
     request: Request
     algorithm: Algorithm
-    plan: Plan | None = None
+    plan: Plan | MessagePlan
     otherwise: Recipe | None = None
 
 
@@ -129,8 +130,8 @@ class Recipes:
             plain = self._make(signature, layout, attrs.evolve(request, forced=None, lends=False))
             plan = self._mapped(signature, layout, request, algorithm)
             return Recipe(layout, request, algorithm, plan, plain)
-        slots = self._slots(signature, layout, request, algorithm) if algorithm.flat else None
-        return Recipe(layout, request, algorithm, slots)
+        make = self._slots if algorithm.flat else self._messages
+        return Recipe(layout, request, algorithm, make(signature, layout, request, algorithm))
 
     def _request(self, signature: Signature, layout: Layout) -> Request:
         likeness, reduction = self._likeness, signature.reduction
@@ -179,7 +180,7 @@ class Recipes:
         return slots_plan(
             rank,
             layout,
-            fold_of(signature, layout, self._likeness.world_size),
+            folds_of(signature, layout, self._likeness.world_size),
             Blocks(factory, block, algorithm.streams, sizes),
             _is_in_place(signature),
         )
@@ -191,10 +192,28 @@ class Recipes:
         return mapped_plan(
             rank,
             layout,
-            fold_of(signature, layout, self._likeness.world_size),
+            folds_of(signature, layout, self._likeness.world_size),
             algorithm.schedule(rank, request),
             _is_in_place(signature),
             sizes,
+        )
+
+    def _messages(
+        self, signature: Signature, layout: Layout, request: Request, algorithm: Algorithm
+    ) -> MessagePlan:
+        likeness = self._likeness
+        inputs, outputs = [
+            Parts(tuple(meta.numel for meta in metas), single=False)
+            for metas in (signature.inputs, signature.outputs)
+        ]
+        return message_plan(
+            likeness.rank,
+            Layout(inputs, outputs, layout.dtype),
+            folds_of(signature, layout, likeness.world_size),
+            algorithm.schedule(likeness.rank, request),
+            _is_in_place(signature),
+            likeness.slot_bytes or SLOT_BYTES,
+            shift=request.shift(likeness.rank),
         )
 
     def _block(self, family: OpKind, layout: Layout, nbytes: int) -> int:
@@ -240,10 +259,12 @@ def _is_in_place(signature: Signature) -> bool:
     return signature.kind in _IN_PLACE and not multiplies(signature)
 
 
-def fold_of(signature: Signature, layout: Layout, world_size: int) -> Folding | None:
-    """Return how a reduction folds; None for other operations."""
+def folds_of(signature: Signature, layout: Layout, world_size: int) -> Folds:
+    """Return how a reduction folds; nothing for other operations."""
     reduction = signature.reduction
-    return None if reduction is None else Folding.of(reduction, layout.dtype, world_size)
+    if reduction is None:
+        return {}
+    return {final: Folding.of(reduction, layout.dtype, world_size, final) for final in (True, False)}
 
 
 def layout_of(signature: Signature, world_size: int) -> Layout:

@@ -293,11 +293,11 @@ class Folding:
     divisor: float = 1.0
 
     @classmethod
-    def of(cls, reduction: Reduction, dtype: torch.dtype, world_size: int) -> Folding:
+    def of(cls, reduction: Reduction, dtype: torch.dtype, world_size: int, final: bool = True) -> Folding:
         """Return how contributions of one dtype are folded; see `bind_fold`."""
-        function = bind_fold(reduction, dtype, world_size, final=True)
+        function = bind_fold(reduction, dtype, world_size, final)
         if reduction.kind not in _ADDING or dtype not in _SUMS:
             return cls(function)
-        if reduction.kind is ReduceKind.AVG:
+        if reduction.kind is ReduceKind.AVG and final:
             return cls(function, FOLD_NAMES.get(f"average_{_SUMS[dtype]}"), float(world_size))
         return cls(function, FOLD_NAMES[f"sum_{_SUMS[dtype]}"])

@@ -16,7 +16,8 @@ from support.scripts import NotingHost, plan_for, script_on, tensor
 from support.threads import ends_of
 
 import dist2
-from dist2.backends.socket.lowering import FILL, MAPPED, PAST, SLOT, THROUGH
+from dist2.backends.socket.lowering import FILL, PAST, THROUGH
+from dist2.backends.socket.overlap import MAPPED, SLOT
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.control_words import (
     ALL,

@@ -14,12 +14,15 @@ from support.oracle import reduced
 from support.schedule_cases import ALGORITHMS, algorithm_named, name_of
 
 from dist2.backends.socket.algorithms.request import Request
-from dist2.backends.socket.algorithms.schedule import Exchange, Fence, Recv, Schedule, Send
-from dist2.backends.socket.algorithms.spans import scratch, source, target
-from dist2.backends.socket.executor import MessageExecutor, MessageProgram
-from dist2.backends.socket.reduction import is_exact, prepare
+from dist2.backends.socket.algorithms.schedule import Copy, Exchange, Fence, Recv, Schedule, Send
+from dist2.backends.socket.algorithms.spans import scratch, slot, source, target
+from dist2.backends.socket.layout import Layout, Parts
+from dist2.backends.socket.lowering import message_plan
+from dist2.backends.socket.reduction import Folding, is_exact, prepare
 from dist2.backends.socket.selection import Algorithm
-from dist2.errors import InvalidUsageError, OperationTimeoutError
+from dist2.backends.socket.traffic import MessageHost, MessageProgram
+from dist2.backends.socket.transport.base import Endpoint
+from dist2.errors import OperationTimeoutError
 from dist2.operation.kinds import AVG, MAX, SUM, OpKind, ReduceKind, Reduction
 from dist2.operation.record import Operation
 from dist2.operation.signature import GroupInfo, Signature
@@ -81,18 +84,17 @@ def run(algorithm: Algorithm, job: Job, schedules: Sequence[Schedule] | None = N
     def rank_body(rank: int) -> None:
         request = request_of(job, rank)
         schedule = schedules[rank] if schedules else algorithm.schedule(rank, request)
-        executor = MessageExecutor(office.endpoints[rank])
         inputs, outputs = job.inputs[rank], job.outputs[rank]
-        plan = executor.bind(
+        program = program_of(
+            office.endpoints[rank],
             schedule,
             dtype,
             job.reduction,
             [each.numel() for each in inputs],
             [each.numel() for each in outputs],
-            shift=request.shift(rank),
+            request.shift(rank),
         )
         signature = Signature(job.request.kind, info[rank])
-        program = MessageProgram(executor, plan)
         for seq in range(1, repeat + 1):
             operation = Operation(signature, seq, 0, deadline_in(20), False)
             program(operation, inputs, outputs)
@@ -101,6 +103,26 @@ def run(algorithm: Algorithm, job: Job, schedules: Sequence[Schedule] | None = N
         for future in [pool.submit(rank_body, rank) for rank in range(world_size)]:
             future.result()
     return office.messages
+
+
+def program_of(
+    endpoint: Endpoint,
+    schedule: Schedule,
+    dtype: torch.dtype,
+    reduction: Reduction | None,
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    shift: int | None = 0,
+) -> MessageProgram:
+    """Return a program for lists of tensors with these numbers of elements."""
+    layout = Layout(Parts(tuple(inputs), single=False), Parts(tuple(outputs), single=False), dtype)
+    folds = {
+        final: Folding.of(reduction, dtype, endpoint.world_size, final)
+        for final in (True, False)
+        if reduction is not None
+    }
+    plan = message_plan(endpoint.rank, layout, folds, schedule, shift=shift)
+    return MessageProgram(MessageHost(endpoint), plan)
 
 
 def request_of(job: Job, rank: int) -> Request:
@@ -398,14 +420,11 @@ def lonely_operation(kind: OpKind, deadline_ns: int) -> Operation:
 
 def test_a_missing_rank_is_a_timeout_that_names_it() -> None:
     office = PostOffice(2)
-    executor = MessageExecutor(office.endpoints[0])
     schedule = algorithm_named(OpKind.ALL_REDUCE, "direct").schedule(0, Request(OpKind.ALL_REDUCE, 2, (4,)))
-    plan = executor.bind(schedule, torch.float32, SUM, [4], [4], shift=0)
+    program = program_of(office.endpoints[0], schedule, torch.float32, SUM, [4], [4])
     tensor = torch.ones(4)
     with pytest.raises(OperationTimeoutError) as caught:
-        MessageProgram(executor, plan)(
-            lonely_operation(OpKind.ALL_REDUCE, deadline_in(0.05)), [tensor], [tensor]
-        )
+        program(lonely_operation(OpKind.ALL_REDUCE, deadline_in(0.05)), [tensor], [tensor])
     assert caught.value.missing == (1,)
 
 
@@ -417,16 +436,22 @@ def test_what_was_posted_is_cancelled_when_posting_fails(monkeypatch: pytest.Mon
         raise KeyboardInterrupt
 
     monkeypatch.setattr(endpoint, "send", interrupted)
-    executor = MessageExecutor(endpoint)
     schedule = algorithm_named(OpKind.ALL_REDUCE, "direct").schedule(0, Request(OpKind.ALL_REDUCE, 2, (4,)))
-    plan = executor.bind(schedule, torch.float32, SUM, [4], [4], shift=0)
+    program = program_of(endpoint, schedule, torch.float32, SUM, [4], [4])
     tensor = torch.ones(4)
     with pytest.raises(KeyboardInterrupt):
-        MessageProgram(executor, plan)(lonely_operation(OpKind.ALL_REDUCE, FOREVER_NS), [tensor], [tensor])
+        program(lonely_operation(OpKind.ALL_REDUCE, FOREVER_NS), [tensor], [tensor])
     assert [transfer.peer for transfer in endpoint.cancelled] == [1]
 
 
-def test_a_fence_is_no_message_step() -> None:
-    executor = MessageExecutor(PostOffice(2).endpoints[0])
-    with pytest.raises(InvalidUsageError, match="Fence"):
-        executor.bind(Schedule((Fence(),)), torch.float32, None, [], [], shift=0)
+def test_without_a_board_there_is_no_other_slot() -> None:
+    steps = (Fence(), Copy(target(0, 4), slot(1, 0, 4)))
+    program = program_of(PostOffice(2).endpoints[0], Schedule(steps, slot=4), torch.float32, None, [], [4])
+    with pytest.raises(ValueError, match="names a rank that is no member"):
+        program(lonely_operation(OpKind.BROADCAST, FOREVER_NS), [], [torch.zeros(4)])
+
+
+def test_a_message_stays_inside_the_tensors() -> None:
+    schedule = Schedule((Exchange(recvs=(Recv(1, target(0, 5)),)),))
+    with pytest.raises(ValueError, match="receives to outside"):
+        program_of(PostOffice(2).endpoints[0], schedule, torch.float32, None, [], [4])

@@ -9,7 +9,8 @@ import pytest
 from support.boards import Members
 from support.scripts import NotingHost, tensor
 
-from dist2.backends.socket.lowering import FILL, MAPPED, SLOT
+from dist2.backends.socket.lowering import FILL
+from dist2.backends.socket.overlap import MAPPED, SLOT
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.control_words import ALL, HEADER_WORDS, TABLE_BYTES
 from dist2.backends.socket.transport.boards.pieces import HALVES, LONGER, PIECE_BYTES, TINY, TINY_BYTES

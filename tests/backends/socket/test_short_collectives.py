@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from support.ranks import Tenant, run_ranks
 
 from dist2 import ProcessGroup
-from dist2.backends.socket.executor import Ways
-from dist2.backends.socket.plan import Plan
+from dist2.backends.socket.traffic import Message, Ways
 from dist2.backends.socket.transport.base import Endpoint
 from dist2.backends.socket.transport.messages.express_socket import SocketReceive, SocketSend
 from dist2.backends.socket.wire import EAGER_BYTES, PROMPT_BYTES
@@ -26,9 +25,9 @@ def shares(monkeypatch: pytest.MonkeyPatch) -> Seen:
     seen: Seen = []
     prepare: Callable[..., None] = Ways.__init__
 
-    def noting(self: Ways, endpoint: Endpoint, plan: Plan, fingerprint: int) -> None:
-        prepare(self, endpoint, plan, fingerprint)
-        seen.append((len(self.sends) + len(self.recvs), plan.messages))
+    def noting(self: Ways, endpoint: Endpoint, messages: Sequence[Message], fingerprint: int) -> None:
+        prepare(self, endpoint, messages, fingerprint)
+        seen.append((len(self.sends) + len(self.recvs), len(messages)))
 
     monkeypatch.setattr(Ways, "__init__", noting)
     return seen

@@ -15,9 +15,7 @@ from support.oracle import check_sum
 from support.ranks import Tenant, run_ranks
 
 from dist2 import ProcessGroup
-from dist2.backends.socket.executor import Memory, Traffic, Ways
-from dist2.backends.socket.overlap import Message, Messages, Place
-from dist2.backends.socket.plan import Plan
+from dist2.backends.socket.traffic import Message, Receive, Send, Traffic, Ways
 from dist2.backends.socket.transport.messages import dispatch
 from dist2.backends.socket.transport.messages.express_socket import SocketReceive, SocketSend
 from dist2.errors import OperationTimeoutError
@@ -42,28 +40,36 @@ class NoWay:
         return False
 
 
-def traffic_of(office: PostOffice, messages: tuple[Message, ...]) -> Traffic:
+MEMORY = torch.zeros(64, dtype=torch.uint8)
+
+
+def traffic_of(office: PostOffice, *messages: Message) -> Traffic:
     """Return the messages of a call on rank 0: all have a short path, which is of no use now."""
     endpoint = office.endpoints[0]
     signature = Signature(OpKind.ALL_REDUCE, GroupInfo("g", "g", "", "socket", 0, (0, 1, 2)))
-    ways = Ways(endpoint, Plan((), torch.uint8, 0, len(messages), False), signature.fingerprint)
+    ways = Ways(endpoint, (), signature.fingerprint)
     for message in messages:
         ways.sends[message.number] = cast(SocketSend, NoWay())
         ways.recvs[message.number] = cast(SocketReceive, NoWay())
-    memory = Memory(torch.zeros(64, dtype=torch.uint8))
     operation = Operation(signature, 1, 0, deadline_in(0.02), False)
-    return Traffic(endpoint, operation, [memory], len(messages), ways)
+    return Traffic(endpoint, operation, ways)
 
 
-def message(number: int, peer: int, step: int = 0) -> Message:
-    return Message(peer, step, Place(0, 4 * number, 4 * number + 4), number)
+def start(traffic: Traffic, *messages: Message) -> None:
+    for message in messages:
+        begin = traffic.send if isinstance(message, Send) else traffic.receive
+        begin(message, MEMORY.data_ptr() + 4 * message.number)
+
+
+def received(number: int, peer: int, step: int = 0) -> Receive:
+    return Receive(peer, step, 4, number)
 
 
 def test_who_waits_for_a_message_has_posted_all_that_it_may_receive() -> None:
     office = PostOffice(3)
-    awaited, other, later = message(0, 1), message(1, 2), message(2, 1, 1)
-    traffic = traffic_of(office, (awaited, other, later))
-    traffic.start(Messages((), (awaited, other, later)))
+    awaited, other, later = received(0, 1), received(1, 2), received(2, 1, 1)
+    traffic = traffic_of(office, awaited, other, later)
+    start(traffic, awaited, other, later)
     assert not office.recvs
     with pytest.raises(OperationTimeoutError):
         traffic.wait((awaited.number,))
@@ -72,9 +78,9 @@ def test_who_waits_for_a_message_has_posted_all_that_it_may_receive() -> None:
 
 def test_who_waits_for_a_send_has_posted_all_that_it_may_receive() -> None:
     office = PostOffice(3)
-    send, recv = message(0, 1), message(1, 2)
-    traffic = traffic_of(office, (send, recv))
-    traffic.start(Messages((send,), (recv,)))
+    send, recv = Send(1, 0, 4, 0), received(1, 2)
+    traffic = traffic_of(office, send, recv)
+    start(traffic, recv, send)
     assert set(office.sends) == {(0, 1, 1, 0)}
     with pytest.raises(OperationTimeoutError):
         traffic.wait((send.number,))
@@ -84,12 +90,12 @@ def test_who_waits_for_a_send_has_posted_all_that_it_may_receive() -> None:
 def test_what_a_member_has_sent_before_is_received_before() -> None:
     """Otherwise it would be kept until it is asked for, and count against the credit."""
     office = PostOffice(3)
-    first, second, third = message(0, 2), message(1, 2, 1), message(2, 2, 2)
-    traffic = traffic_of(office, (first, second, third))
+    first, second, third = received(0, 2), received(1, 2, 1), received(2, 2, 2)
+    traffic = traffic_of(office, first, second, third)
     order: list[int] = []
     for number, way in traffic._ways.recvs.items():
         way.wait = lambda address, deadline_ns, seq, number=number: not order.append(number)  # type: ignore[assignment]  # in place of the method
-    traffic.start(Messages((), (first, second, third)))
+    start(traffic, first, second, third)
     traffic.wait((second.number,))
     assert order == [0, 1]
     traffic.settle()

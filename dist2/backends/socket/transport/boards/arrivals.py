@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 
+from dist2.backends.socket.transport.boards.control_words import WORDS
 from dist2.backends.socket.transport.boards.pieces import PIECES
 from dist2.backends.socket.transport.doorbell import Doorbell
 from dist2.operation.engine import Arrivals
@@ -23,6 +24,8 @@ _SLOW_YIELD_NS = 200_000
 """Longest normal yield for each rank that shares the core: after a longer one another process has it."""
 _FEW_YIELDS, _MANY_YIELDS = 16, 1 << 30
 """How often a waiter yields before it sleeps, where ranks outnumber cores and elsewhere."""
+_MOST_BYTES = 1 << 40
+"""Of a half of a slot that there is not: as many as any plan may assume."""
 _ROWS = tuple((row.base, row.stride, row.count) for row in PIECES)
 """Where pieces lie, as C wants it."""
 
@@ -44,6 +47,19 @@ def new_arrivals(
     slow_ns = _SLOW_YIELD_NS * -(-members // cores)
     yields = _FEW_YIELDS if members > cores else _MANY_YIELDS
     return Arrivals(rank, own, doorbell, spins, yields, slow_ns, halves, _ROWS)
+
+
+class _NoDoorbell:
+    """Of a member that nobody wakes."""
+
+    def fileno(self) -> int:
+        return -1
+
+
+def lone_arrivals(rank: int) -> Arrivals:
+    """Return the arrivals of a member without a board: its plans have no fences, and use no slots."""
+    words = memoryview(bytearray(8 * WORDS)).cast("Q")
+    return Arrivals(rank, words, _NoDoorbell(), 0, 0, 0, (0, _MOST_BYTES), _ROWS)
 
 
 def default_spins(ranks_here: int, pids: set[int], spin_us: float | None) -> int:

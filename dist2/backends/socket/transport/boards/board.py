@@ -18,7 +18,7 @@ pieces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from dist2.backends.socket.transport.boards.arrivals import new_arrivals
 from dist2.backends.socket.transport.boards.control_words import ALL, NOBODY, NOTES, RING
@@ -130,7 +130,7 @@ class Board:
             PeerLostError: A member died or left.
             GroupAbortedError: `Roster.abort` was called.
         """
-        self.arrivals.cross(operation, self.wait, whom, self._turn_of_messages(operation))
+        self.arrivals.cross(operation, self.wait, whom, None if self.progress is None else self.attend)
 
     def reach(self, operation: Operation, phase: int) -> None:
         """Return when all members are at a fence that this one has reached before; raises as `fence`."""
@@ -191,6 +191,11 @@ class Board:
             lambda: self._have_come(whom, phase), operation, lambda: self._absent(whom, phase)
         )
 
+    def attend(self, operation: Operation) -> None:
+        """Give the messages of a group on several hosts a turn; raise the failures that they report."""
+        if self.progress is not None:
+            self._waiting.attend(self.progress, operation)
+
     def check(self, operation: Operation, rank: int) -> None:
         """Raise the error of a fence that waits for a failed member (died, left or aborted); or return."""
         self._waiting.check(lambda: [rank], operation)
@@ -201,11 +206,6 @@ class Board:
         self.mismatches.compare()
         if self.roster.is_troubled():
             self.roster.check(lambda: self._absent(ALL, self.arrivals.phase), operation)
-
-    def _turn_of_messages(self, operation: Operation) -> Callable[[], None] | None:
-        """Return a callable that gives messages their turn, if there is one."""
-        progress = self.progress
-        return None if progress is None else lambda: self._waiting.attend(progress, operation)
 
     def _have_come(self, whom: int, phase: int) -> bool:
         """Whether the awaited members have come to a fence; raises if any made another call."""
