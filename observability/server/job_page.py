@@ -2,9 +2,10 @@
 
 Theory of operation. The ranks have control planes, found in the files that these write. A thread asks the
 lowest rank that answers, once a second for the state of the job and more seldom for the rest, and keeps each
-answer. A request is passed on to a rank that answers; where none does, the kept answer is given. So the page
-goes on after the death of any rank, and after the end of all. ``dist2.run --page`` starts it, by an entry
-point of the group ``dist2.launcher_pages``.
+answer. A request is passed on to a rank that answers; where none does, the kept answer is given, and the page
+says how old it is. So the page goes on after the death of any rank, and after the end of all. A silent rank,
+which may be stopped and would hold up each request, is asked again after a while. ``dist2.run --page`` starts
+the page, by an entry point of the group ``dist2.launcher_pages``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -40,6 +42,10 @@ from observability.token_files import ControlPlaneFile
 
 EVERY_S, SELDOM_S = 1.0, 5.0
 ANSWER_S = 5.0
+ASKED = 3
+"""Ranks that are asked until one answers."""
+SILENT_S = 30.0
+"""How long a rank that did not answer is not asked again, if there is another one."""
 KEPT = 256
 """Answers that are kept, by path."""
 SUMMARIES = 16
@@ -86,6 +92,8 @@ class JobPage:
         self._job: dict[str, Any] = _STARTING
         self._summary: dict[str, Any] | None = None
         self._seldom = 0.0
+        self._heard = 0.0
+        self._silent: dict[str, float] = {}
         self._ends = threading.Event()
         token = secrets.token_urlsafe(24)
         listener = socket.create_server((LOOPBACK, 0))
@@ -154,9 +162,13 @@ class JobPage:
 
     def _look(self) -> None:
         before = self._job
-        for path in OFTEN:
-            self._ask(path)
-        self._job = json.loads(self._kept.get("/job", b"null")) or before
+        answers = [self._ask(path) for path in OFTEN]
+        if answers[0] is not None:
+            self._heard, self._job = time.monotonic(), _without_urls(json.loads(answers[0]))
+        elif before is not _STARTING:
+            age_s = time.monotonic() - self._heard
+            headline = f"No rank answers: this is their state of {age_s:.0f} s ago"
+            self._job = {**before, "headline": headline, "tone": "warn"}
         self._summary = json.loads(self._kept.get("/summary", b"null"))
         if self._job["verdict"] and self._job["verdict"] != before["verdict"]:
             for path in EVIDENCE:
@@ -174,6 +186,10 @@ class JobPage:
                 answer = self._asker.ask(f"{plane.url}{path}", plane.token, body=body, timeout_s=ANSWER_S)
             except (OSError, Dist2Error, ValueError) as error:
                 log.debug("%s does not answer: %s", plane.url, error)
+                if isinstance(error, HTTPError):
+                    error.close()
+                else:
+                    self._silent[plane.url] = time.monotonic()
                 continue
             if body is None and (path in self._kept or len(self._kept) < KEPT):
                 self._kept[path] = answer
@@ -181,6 +197,7 @@ class JobPage:
         return None
 
     def _planes(self) -> list[ControlPlaneFile]:
+        """Return the control planes to ask: the first that answer, or that which is silent for longest."""
         meeting = self._meeting()
         found = [
             each
@@ -192,7 +209,15 @@ class JobPage:
             job = found[0].job
             page = token_files.Job(job.uid, job.name, -1, job.world_size, job.program)
             self._file = token_files.write(self._base, self._token, page)
-        return found
+        until = time.monotonic() - SILENT_S
+        silent = {url: at for url, at in self._silent.copy().items() if at > until}
+        well = [each for each in found if each.url not in silent]
+        return well[:ASKED] or sorted(found, key=lambda each: silent[each.url])[:1]
+
+
+def _without_urls(job: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a job whose ranks are reached by this page alone: they have other tokens."""
+    return {**job, "ranks": [{**rank, "url": ""} for rank in job["ranks"]]}
 
 
 def serve(meeting: Callable[[], str]) -> JobPage:

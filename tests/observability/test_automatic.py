@@ -26,8 +26,11 @@ from dist2 import ProcessGroup
 from dist2.cli.app import cli
 from dist2.run import main as run_main
 from dist2.runtime.config import Config
+from dist2.runtime.other_process import Process
+from observability import token_files
 from observability.automatic import AutomaticStart
-from observability.server import running
+from observability.server import job_page, running
+from observability.token_files import ControlPlaneFile
 
 INPROC = Tenant("inproc", "socket", {"transport": "inproc"})
 
@@ -137,6 +140,44 @@ def test_the_page_of_a_launcher_outlives_the_ranks(tmp_path: Path) -> None:
     assert "the ranks have ended; their last state stays at " in errors
     with pytest.raises(URLError):
         answer(url, "/job")
+
+
+def test_the_page_of_a_launcher_does_not_wait_for_a_rank_that_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It asks the next rank, and if there is none it says how old the state is that it shows."""
+    monkeypatch.setattr(job_page, "ANSWER_S", 0.2)
+    asked: list[int] = []
+    answers: dict[int, bytes] = {
+        1: json.dumps({"ranks": [{"rank": 1, "url": "unix://x"}], "verdict": []}).encode()
+    }
+
+    def ask(url: str, *_: object, **__: object) -> bytes:
+        asked.append(int(url[7]))
+        if asked[-1] not in answers:
+            raise TimeoutError("stopped")
+        return answers[asked[-1]]
+
+    jobs = [token_files.Job("uid", "job", rank, 2, meeting="here") for rank in range(2)]
+    planes = [ControlPlaneFile(f"http://{job.rank}", "t", Process.here(), job) for job in jobs]
+    monkeypatch.setattr(token_files, "control_planes", lambda: planes)
+    monkeypatch.setattr(job_page, "EVERY_S", 1000.0)
+    page = job_page.JobPage(lambda: "here")
+    try:
+        monkeypatch.setattr(page._asker, "ask", ask)
+        page._look()
+        assert page._job["ranks"] == [{"rank": 1, "url": ""}], "a browser would send the token there"
+        assert asked[:2] == [0, 1]
+        assert set(asked[2:]) == {1}, "rank 0 is stopped"
+        answers.clear()
+        page._look()
+        assert re.fullmatch(r"No rank answers: this is their state of \d+ s ago", page._job["headline"])
+        answers[0] = b'{"ranks": [], "verdict": []}'
+        monkeypatch.setattr(job_page, "SILENT_S", 0.0)
+        page._look()
+        assert "headline" not in page._job
+    finally:
+        page.close()
 
 
 LAUNCHED = """

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,11 +18,14 @@ import pytest
 import torch
 from support import debian
 from support.large_jobs import job_of
+from support.programs import start
 from support.ranks import Tenant, run_ranks
+from support.warm_interpreter import CHILDREN, warm_executable, warm_python
 
 import observability
 from dist2 import Dist2Error, ProcessGroup, ReduceOp
 from observability import server as control_plane
+from observability import token_files
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page, Route
@@ -104,6 +110,25 @@ TWO_CULPRITS = """async () => {
   ] }, 0, () => {}, () => {});
   return document.querySelector("#state-title").textContent;
 }"""
+
+
+HIDE_AND_SHOW = """() => {
+  for (const hidden of [true, false]) {
+    Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+    document.dispatchEvent(new Event("visibilitychange"));
+  }
+}"""
+
+
+LAUNCHED = """
+import sys, time
+from pathlib import Path
+import torch, dist2
+
+pg = dist2.new_group("socket", 30, name="launched")
+while not Path(sys.argv[1]).exists():
+    time.sleep(0.01)
+"""
 
 
 PAGES = Path(control_plane.__file__).parent / "pages"
@@ -371,6 +396,37 @@ def test_the_page_shows_a_run_a_hang_and_its_end(browser: str, monkeypatch: pyte
         assert job.gone.wait(20)
         see(page, "#lost", "Connection lost")
         assert page.evaluate("document.body.className") == "stale"
+
+
+@pytest.mark.slow
+def test_the_page_of_a_killed_launcher_says_that_it_lost_the_job(browser: str, tmp_path: Path) -> None:
+    """Its ranks go on. Their pages, at Unix sockets and with other tokens, are not offered."""
+    program, ends = tmp_path / "train.py", tmp_path / "ends"
+    program.write_text(LAUNCHED)
+    warm_executable()
+    process = start(
+        [*warm_python(), CHILDREN, "-m", "dist2.run", "-n", "2", "--page", "--linger", "0", program, ends]
+    )
+    assert process.stderr is not None
+    try:
+        link = re.search(r"http://\S+#token=\S+", process.stderr.readline())
+        assert link
+        with browsing(link[0], browser) as (page, _):
+            see(page, "#state-title", "All 2 ranks work")
+            base = link[0].partition("/#")[0]
+            (launcher,) = (each.process for each in token_files.control_planes() if each.url == base)
+            os.kill(launcher.pid, signal.SIGKILL)
+            see(page, "#lost", "Connection lost")
+            see(page, "#lost", "On the host of the job, dist2 ps lists the jobs that still run.")
+            assert page.title() == "No answer: launched, 2 ranks"
+            assert page.locator("#lost-links a").count() == 0
+            shown = page.locator("#lost-text").inner_text()
+            page.evaluate(HIDE_AND_SHOW)
+            page.wait_for_timeout(1500)  # more than one attempt
+            assert page.locator("#lost-text").inner_text() == shown, "what it shows is not newer"
+    finally:
+        ends.touch()
+        process.communicate(timeout=20)
 
 
 def test_thousands_of_ranks_fit_on_the_page(browser: str) -> None:

@@ -10,7 +10,7 @@ import { events, get, linkTo, open } from "./session.js";
 import { $, list, setText, table } from "./table.js";
 
 const OFFERED = 4, RECENT_MS = 60000, POLL_MS = 1000, SLOW_MS = 5000, QUIET_MS = 6000, DEAD_MS = 30000;
-let stream = null, chosen = null, asked = null, job = null, past = null, lastHeard = 0, streamHeard = 0, patience = QUIET_MS;
+let stream = null, chosen = null, asked = null, job = null, past = null, lastHeard = 0, looked = 0, streamHeard = 0, patience = QUIET_MS;
 let polling = false, op = "all";
 
 // The link to the server: live, polling or stale.
@@ -29,9 +29,10 @@ function lost(what) {
   setText($("link"), "no answer");
   $("link").className = "pill bad";
   const old = lastHeard ? ` What the page shows is from ${new Date(lastHeard).toLocaleTimeString()}.` : "";
-  setText($("lost-text"), `${what}${old} Trying again every second.`);
   $("lost").hidden = false;
-  offerOthers();
+  const elsewhere = offerOthers() || !lastHeard ? "" : " On the host of the job, dist2 ps lists the jobs that still run.";
+  setText($("lost-text"), `${what}${old} Trying again every second.${elsewhere}`);
+  if (lastHeard) document.title = document.title.replace(/^(No answer: )?/, "No answer: ");
 }
 
 // Other ranks have the page as well; this one may not ask them itself. The links bear the token: no link to a rank that may
@@ -40,7 +41,7 @@ function offerOthers() {
   const known = Date.now() - lastHeard < RECENT_MS ? job?.ranks ?? [] : [];
   const others = known.filter(rank => rank.url && rank.rank !== asked && rank.state !== "silent").slice(0, OFFERED);
   const links = others.map(rank => [rank.rank, linkTo(rank.url)]).filter(([, link]) => link), key = JSON.stringify(links);
-  if ($("lost-links").shown === key) return;
+  if ($("lost-links").shown === key) return links.length;
   $("lost-links").shown = key;
   $("lost-links").replaceChildren(...links.flatMap(([rank, link]) => {
     const anchor = document.createElement("a");
@@ -48,6 +49,7 @@ function offerOthers() {
     anchor.textContent = `Page of rank ${rank}`;
     return [anchor, " "];
   }));
+  return links.length;
 }
 
 function takeJob(now, how) {
@@ -101,7 +103,7 @@ async function poll() {
 
 async function everySecond() {
   if (document.hidden) return;
-  if (polling || Date.now() - lastHeard > patience) await poll();
+  if (polling || Date.now() - Math.max(lastHeard, looked) > patience) await poll();
   if (chosen !== null && chosen !== asked) {
     try {
       showProcess(await get(`/summary?rank=${chosen}`));
@@ -197,7 +199,7 @@ $("op").addEventListener("change", event => { op = event.target.value; if (past)
 $("dump-command").textContent = `curl -X POST -H "Authorization: Bearer $TOKEN" -d '{"everywhere": true}' ${location.origin}/acts/dump`;
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) hangUp();
-  else { lastHeard = Date.now(); listen(); everyFive(); }
+  else { looked = Date.now(); listen(); everyFive(); }
 });
 
 async function repeat(task, every) {
@@ -206,7 +208,7 @@ async function repeat(task, every) {
   setTimeout(repeat, Math.max(100, every - (performance.now() - began)), task, every);
 }
 
-lastHeard = Date.now();
+looked = Date.now();
 listen();
 repeat(everySecond, POLL_MS);
 repeat(everyFive, SLOW_MS);
