@@ -101,7 +101,6 @@ def all_gather_single(
     return asked(pg.all_gather_single(output, source, async_op=async_op), async_op)
 
 
-@deprecated("`all_gather_into_tensor` is deprecated: use `all_gather_single`", category=FutureWarning)
 def all_gather_into_tensor(
     output_tensor: Tensor, input_tensor: Tensor, group: Group = None, async_op: bool = False
 ) -> Work | None:
@@ -172,7 +171,6 @@ def gather_single(
     return asked(found.pg.gather_single(whole, source, root=root, async_op=async_op), async_op)
 
 
-@deprecated("`gather_into_tensor` is deprecated: use `gather_single`", category=FutureWarning)
 def gather_into_tensor(
     tensor: Tensor,
     gather_tensor: Tensor | None = None,
@@ -228,7 +226,6 @@ def reduce_scatter_single(
     return asked(pg.reduce_scatter_single(result, source, op, async_op=async_op), async_op)
 
 
-@deprecated("`reduce_scatter_tensor` is deprecated: use `reduce_scatter_single`", category=FutureWarning)
 def reduce_scatter_tensor(
     output: Tensor, input: Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:

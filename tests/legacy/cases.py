@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed
 from torch.distributed import ReduceOp
 
 SIZE = 4
@@ -92,7 +93,8 @@ def deprecated_spellings(dist: Any, rank: int) -> Any:
         dist.all_gather_coalesced(rows, [mine(rank, 2), mine(rank, 3)])
         assert dist.reduce_op.SUM == ReduceOp.SUM
     assert {each.category for each in said} == {FutureWarning}
-    assert len(said) == 7
+    before_torch_2_15 = dist is torch.distributed and len(said) == 7  # it warned of two aliases too
+    assert len(said) == 5 or before_torch_2_15
     return [joined, part, other, both, rows]
 
 
