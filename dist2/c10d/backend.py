@@ -71,7 +71,7 @@ class BackendView:
     supports_splitting = True
     supports_shrinking = True
     supports_coalescing = True
-    supports_time_estimate = False
+    supports_time_estimate = _supports_time_estimate = False
     supports_window = False
     supports_reconfigure = False
     Options = _c10d.Backend.Options
