@@ -44,9 +44,14 @@ def no_collection() -> Iterator[None]:
 
 @contextmanager
 def frames_of_threads() -> Iterator[dict[int, FrameType]]:
-    """Yield the innermost frame of each thread by its identifier. Keep none of them after the block."""
+    """Yield the innermost frame of each thread by its identifier. Keep none of them after the block.
+
+    Of the calling thread it is the frame of the block.
+    """
     with no_collection():
         frames = sys._current_frames()
+        # The frame of this generator has no callers while it is suspended, as it is during the block.
+        frames[threading.get_ident()] = sys._getframe(2)
         try:
             yield frames
         finally:

@@ -120,3 +120,10 @@ def test_a_child_that_is_forked_meanwhile_collects_and_reads_frames() -> None:
             finally:
                 os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_the_calling_thread_has_its_frames_too() -> None:
+    """A rank that fails describes itself."""
+    assert position(threading.get_ident())["place"].endswith(" in test_the_calling_thread_has_its_frames_too")
+    (mine,) = (each for each in stacks() if each["native_id"] == threading.get_native_id())
+    assert mine["frames"][0]["name"] == "test_the_calling_thread_has_its_frames_too"
