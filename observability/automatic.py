@@ -57,7 +57,9 @@ class AutomaticStart:
         try:
             self._server = self._started(group)
         except (Dist2Error, OSError, RuntimeError) as error:
-            log.warning("DIST2_CONTROL_PLANE=%s: no control plane is started: %s", self._where, error)
+            # A thousand ranks that cannot listen there would say the same.
+            level = logging.WARNING if global_rank(group.info) == 0 else logging.INFO
+            log.log(level, "DIST2_CONTROL_PLANE=%s: no control plane is started: %s", self._where, error)
 
     def give_way(self) -> None:
         """Close the control plane: the program starts one itself."""
