@@ -46,6 +46,8 @@ _NOTICE_S = 1.0
 _PAGES = "dist2.launcher_pages"
 """Entry points: functions that serve a page of the job; the argument returns where its ranks meet."""
 _CONTROL_PLANE = "DIST2_CONTROL_PLANE"
+_SOCKET_FOLDER_BYTES = 80
+"""Longest folder for Unix sockets, whose path has 107 bytes at most; a longer ``TMPDIR`` gets loopback."""
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -85,7 +87,9 @@ class Ranks:
         self._reports = tempfile.TemporaryDirectory(prefix="dist2-run-")
         common = {"TORCHELASTIC_RESTART_COUNT": str(attempt)}
         if observed and not environment_value(_CONTROL_PLANE):
-            common[_CONTROL_PLANE] = self._reports.name  # Unix sockets: the page is at one address
+            # At Unix sockets only the page has an address.
+            fits = len(os.fsencode(self._reports.name)) <= _SOCKET_FOLDER_BYTES
+            common[_CONTROL_PLANE] = self._reports.name if fits else "1"
         self._processes: list[subprocess.Popen[bytes]] = []
         self._signal = 0
         for rank in range(count):

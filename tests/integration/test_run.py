@@ -149,3 +149,16 @@ def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
         main(["-n", "0", "x.py"])
     assert end.value.code == 2
     assert "must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_ranks_of_a_page_listen_on_loopback_where_a_unix_socket_has_too_long_a_path(tmp_path: Path) -> None:
+    program = written(tmp_path, "import os, sys; sys.stdout.write(os.environ['DIST2_CONTROL_PLANE'])")
+    seen = []
+    for folder in (Path("/tmp"), tmp_path / ("scratch" * 12)):
+        folder.mkdir(exist_ok=True)
+        arguments = ["-n", "1", "--page", "--linger", "0", program]
+        ended = run(command(*arguments), variables={"TMPDIR": str(folder)})
+        assert ended.code == 0, ended
+        seen.append(ended.output)
+    assert seen[0].startswith("/tmp/dist2-run-")
+    assert seen[1] == "1"
