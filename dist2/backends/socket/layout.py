@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import attrs
 import torch
 
@@ -27,6 +29,12 @@ class Parts:
         """Return the bytes of each tensor."""
         numels = [sum(self.numels)] if self.single else self.numels
         return [numel * itemsize for numel in numels]
+
+    def begins(self, first: int, itemsize: int) -> list[tuple[int, int]]:
+        """Return the tensor of each part, whose first has a number, and its first byte there."""
+        if not self.single:
+            return [(first + part, 0) for part in range(len(self.numels))]
+        return [(first, at * itemsize) for at in accumulate(self.numels[:-1], initial=0)]
 
     def block(self, index: int, numel: int) -> tuple[int, ...]:
         """Return how many elements of each part fall into a block."""

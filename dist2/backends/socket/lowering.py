@@ -18,9 +18,9 @@ also from and to slots where there are several hosts; see `overlap`.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, repeat
 from typing import Any
 
 import attrs
@@ -37,7 +37,7 @@ from dist2.backends.socket.algorithms.schedule import (
     Step,
 )
 from dist2.backends.socket.host import CheckSizes, FindMemory, FoldByTorch, GivenUp
-from dist2.backends.socket.layout import Layout, Parts
+from dist2.backends.socket.layout import Layout
 from dist2.backends.socket.overlap import MAPPED, SLOT, TENSOR, Aliases, Draft, Place
 from dist2.backends.socket.reduction import Folding
 from dist2.backends.socket.traffic import MessagePlan, Receive, Send
@@ -240,8 +240,11 @@ class _Lowering:
     ) -> None:
         itemsize = self._itemsize = layout.dtype.itemsize
         self._plan = plan
-        self._parts = {Buffer.INPUT: layout.inputs, Buffer.OUTPUT: layout.outputs}
-        self._firsts = {Buffer.INPUT: 0, Buffer.OUTPUT: layout.inputs.tensors}
+        inputs = layout.inputs.tensors
+        self._begins = {
+            Buffer.INPUT: layout.inputs.begins(0, itemsize),
+            Buffer.OUTPUT: layout.outputs.begins(inputs, itemsize),
+        }
         self._dtype, self._folds, self._in_place = layout.dtype, folds, in_place
         total = itemsize * sum((*layout.inputs.numels, *layout.outputs.numels))
         moves = isinstance(plan, Plan) and mapped is None and not folds
@@ -249,16 +252,15 @@ class _Lowering:
         self._checked = None if mapped is None else GivenUp()
         self._ends: dict[Buffer, list[int]] = {}
         self._shift = 0
-        self._sent: Counter[int] = Counter()
-        self._received: Counter[int] = Counter()
+        self._messages = 0
+        self._sent: defaultdict[int, int] = defaultdict(int)
+        self._received: defaultdict[int, int] = defaultdict(int)
         self.scratch = self._own_scratch = scratch
-        self._scratch_at = layout.inputs.tensors + layout.outputs.tensors
-        steps = () if mapped is None else mapped.steps
-        spans = [span for step in steps for span in _spans(step) if span.buffer is Buffer.LENT]
-        self.wanted = sorted({(span.owner, span.part) for span in spans})
+        self._scratch_at = inputs + layout.outputs.tensors
         lent = None if mapped is None else mapped.lends
-        parts = () if lent is None else range(len(self._parts[lent].numels))
-        self.exposed = [self._part(lent, part) for part in parts if lent is not None]
+        self.exposed = [] if lent is None else [(TENSOR, *begin) for begin in self._begins[lent]]
+        self.wanted = [] if mapped is None else _wanted(mapped.steps)
+        self._lends_output = lent is Buffer.OUTPUT
 
     def add(self, steps: Sequence[Step], counts: Counts, shift: int = 0, noted: int | None = None) -> None:
         """Add the steps of a schedule.
@@ -271,6 +273,7 @@ class _Lowering:
         """
         inputs, outputs = counts
         self._ends = {Buffer.INPUT: list(accumulate(inputs)), Buffer.OUTPUT: list(accumulate(outputs))}
+        self._are_cut = len(inputs) > 1 or len(outputs) > 1
         self._shift = shift
         own: tuple[Place, Place, int] | None = None
         for step, behind in zip(steps, [*steps[1:], None], strict=False):
@@ -278,11 +281,13 @@ class _Lowering:
                 self._fence(step, own, noted)
                 own = None
             elif isinstance(step, Copy):
-                stretches = self._stretches(step.dst, step.src)
-                if self._in_place and step.is_own:
+                is_own = step.is_own
+                if is_own and self._in_place:
                     assert step.dst.start == step.src.start  # or the schedule would overwrite its own input
                     continue
-                if stretches and isinstance(behind, Fence) and self._only_own(step):
+                stretches = self._stretches(step.dst, step.src)
+                if is_own and stretches and isinstance(behind, Fence) and not self._lends_output:
+                    # Other ranks never access this memory: it may be copied while they come.
                     *stretches, ((dst, src), nbytes) = stretches
                     own = dst, src, nbytes
                 self._copy(stretches)
@@ -290,11 +295,6 @@ class _Lowering:
                 self._fold(step)
             else:
                 self._exchange(step)
-
-    def _only_own(self, step: Copy) -> bool:
-        """Whether a copy is of memory that other ranks never access: it may be made while they come."""
-        lends_output = bool(self.exposed) and self.exposed[0][1] >= self._firsts[Buffer.OUTPUT]
-        return step.is_own and not lends_output
 
     def _fence(self, step: Fence, own: tuple[Place, Place, int] | None, noted: int | None) -> None:
         assert step.awaited is None or len(step.awaited) < 2
@@ -332,31 +332,32 @@ class _Lowering:
         self._plan.exchange(sends, recvs)
         self._copy(unpacking)
 
-    def _message(self, peer: int, counted: Counter[int], span: Span) -> tuple[int, int, int, int]:
+    def _message(self, peer: int, counted: defaultdict[int, int], span: Span) -> tuple[int, int, int, int]:
         """Return the fields of a `Message`."""
-        step, number = counted[peer], self._sent.total() + self._received.total()
+        step, number = counted[peer], self._messages
         counted[peer] += 1
+        self._messages += 1
         return peer, step, span.numel * self._itemsize, number
 
     def _whole(self, span: Span, used: int) -> tuple[Span, int]:
         """Return a span in one part: itself, or scratch; and how much scratch is used then."""
-        if not self._cuts(span):
+        if not (self._are_cut and self._cuts(span)):
             return span, used
         return Span(Buffer.SCRATCH, used, used + span.numel), used + span.numel
 
     def _stretches(self, *spans: Span) -> list[tuple[list[Place], int]]:
         """Cut spans of one length at every end of a part in any of them; return places and bytes of each."""
-        cuts = {0, spans[0].numel}.union(*[self._cuts(span) for span in spans])
+        cuts = {0, spans[0].numel}
+        if self._are_cut:
+            cuts.update(*map(self._cuts, spans))
         return [
-            ([self._place(span, start) for span in spans], (stop - start) * self._itemsize)
+            (list(map(self._place, spans, repeat(start))), (stop - start) * self._itemsize)
             for start, stop in pairwise(sorted(cuts))
         ]
 
     def _cuts(self, span: Span) -> list[int]:
         """Return where ends of parts cut a span, counted from its start."""
-        ends = self._ends.get(span.buffer, ())
-        if len(ends) < 2:
-            return []
+        ends = self._ends.get(span.buffer, [])
         inside = ends[bisect_right(ends, span.start) : bisect_left(ends, span.stop)]
         return [end - span.start for end in inside]
 
@@ -367,19 +368,14 @@ class _Lowering:
             return (SLOT, span.owner, at * self._itemsize)
         if buffer is Buffer.LENT:
             return (MAPPED, self.wanted.index((span.owner, span.part)), at * self._itemsize)
-        if buffer is Buffer.SCRATCH or not span.numel:
-            return (TENSOR, self._scratch_at, at * self._itemsize if span.numel else 0)
+        if buffer is Buffer.SCRATCH:
+            return (TENSOR, self._scratch_at, at * self._itemsize)
+        if span.start == span.stop:  # it may lie behind all parts
+            return (TENSOR, self._scratch_at, 0)
         ends = self._ends[buffer]
         part = bisect_right(ends, at)
-        _, which, begin = self._part(buffer, part)
+        which, begin = self._begins[buffer][part]
         return (TENSOR, which, begin + self._shift + (at - (ends[part - 1] if part else 0)) * self._itemsize)
-
-    def _part(self, buffer: Buffer, part: int) -> Place:
-        """Return where a part begins."""
-        parts: Parts = self._parts[buffer]
-        if parts.single:
-            return (TENSOR, self._firsts[buffer], sum(parts.numels[:part]) * self._itemsize)
-        return (TENSOR, self._firsts[buffer] + part, 0)
 
 
 def add_fold(plan: Any, fold: Folding, dtype: torch.dtype, places: Sequence[Place], numel: int) -> None:
@@ -400,7 +396,10 @@ def add_fold(plan: Any, fold: Folding, dtype: torch.dtype, places: Sequence[Plac
         plan.fold(fold.native, fold.divisor, dst, srcs, nbytes, by_torch)
 
 
-def _spans(step: Step) -> tuple[Span, ...]:
-    if isinstance(step, Copy):
-        return step.dst, step.src
-    return (step.dst, *step.srcs) if isinstance(step, Fold) else ()
+def _wanted(steps: Sequence[Step]) -> list[tuple[int, int]]:
+    """Return rank and part of each place in memory that others expose."""
+    found = set()
+    for step in steps:
+        srcs = (step.src,) if isinstance(step, Copy) else step.srcs if isinstance(step, Fold) else ()
+        found.update([(span.owner, span.part) for span in srcs if span.buffer is Buffer.LENT])
+    return sorted(found)

@@ -7,7 +7,7 @@ creates such groups by the dozen (a mesh has one for each dimension, with equal 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import lru_cache, partial
 
 import attrs
@@ -180,7 +180,7 @@ class Recipes:
         return slots_plan(
             rank,
             layout,
-            folds_of(signature, layout, self._likeness.world_size),
+            self._folds(signature, layout),
             Blocks(factory, block, algorithm.streams, sizes),
             _is_in_place(signature),
         )
@@ -192,7 +192,7 @@ class Recipes:
         return mapped_plan(
             rank,
             layout,
-            folds_of(signature, layout, self._likeness.world_size),
+            self._folds(signature, layout),
             algorithm.schedule(rank, request),
             _is_in_place(signature),
             sizes,
@@ -209,12 +209,19 @@ class Recipes:
         return message_plan(
             likeness.rank,
             Layout(inputs, outputs, layout.dtype),
-            folds_of(signature, layout, likeness.world_size),
+            self._folds(signature, layout, (True, False)),
             algorithm.schedule(likeness.rank, request),
             _is_in_place(signature),
             likeness.slot_bytes or SLOT_BYTES,
             shift=request.shift(likeness.rank),
         )
+
+    def _folds(self, signature: Signature, layout: Layout, finals: Sequence[bool] = (True,)) -> Folds:
+        """Return how a reduction folds; nothing for other operations."""
+        reduction, world_size = signature.reduction, self._likeness.world_size
+        if reduction is None:
+            return {}
+        return {final: Folding.of(reduction, layout.dtype, world_size, final) for final in finals}
 
     def _block(self, family: OpKind, layout: Layout, nbytes: int) -> int:
         """Return how many elements of a part fit a slot half, or a piece, beside the other parts in it."""
@@ -257,14 +264,6 @@ def multiplies(signature: Signature) -> bool:
 def _is_in_place(signature: Signature) -> bool:
     """Whether the inputs are the outputs."""
     return signature.kind in _IN_PLACE and not multiplies(signature)
-
-
-def folds_of(signature: Signature, layout: Layout, world_size: int) -> Folds:
-    """Return how a reduction folds; nothing for other operations."""
-    reduction = signature.reduction
-    if reduction is None:
-        return {}
-    return {final: Folding.of(reduction, layout.dtype, world_size, final) for final in (True, False)}
 
 
 def layout_of(signature: Signature, world_size: int) -> Layout:
