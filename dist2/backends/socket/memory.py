@@ -17,17 +17,6 @@ def room_of(nbytes: int) -> torch.Tensor:
 
 
 @torch.inference_mode(False)
-def view_at(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor over the first bytes of a buffer; writes go through."""
-    numel = 1
-    for extent in shape:
-        numel *= extent
-    if numel == 0:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(buffer, dtype=dtype, count=numel).view(shape)
-
-
-@torch.inference_mode(False)
 def tensor_at(address: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
     """Return a flat tensor over memory that is mapped at an address. Keep the mapping alive."""
     if numel == 0:

@@ -47,9 +47,9 @@ def test_many_fences_carry_data() -> None:
         for count in range(rounds):
             turn = board.turn
             board.turn = 1 - turn
-            board.regions.slot(rank, turn)[:8] = (count * 2 + rank).to_bytes(8, "little")
+            board.regions.part(rank, slot_offset(turn), 8)[:] = (count * 2 + rank).to_bytes(8, "little")
             board.fence(call)
-            other = bytes(board.regions.slot(1 - rank, turn)[:8])
+            other = bytes(board.regions.part(1 - rank, slot_offset(turn), 8))
             assert int.from_bytes(other, "little") == count * 2 + 1 - rank
 
     assert ends_of(lambda: body(0), lambda: body(1)) == [None, None]

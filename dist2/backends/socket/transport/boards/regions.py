@@ -30,21 +30,19 @@ class Regions:
     """The known regions of one group: this member's from the start, the others' as they are found.
 
     Attributes:
-        slot_size: Bytes of a slot half.
         own: This member's.
 
     Args:
         host: The shared memory of this process.
         context: The group's context id.
         rank: This member's.
-        slot_size: As above; the same on all members.
+        slot_size: Bytes of a slot half; the same on all members.
 
     Raises:
         Dist2Error: Too many groups are open.
     """
 
     def __init__(self, host: SharedHost, context: int, rank: int, slot_size: int) -> None:
-        self.slot_size = slot_size
         self._host = host
         self._context = context
         self._call_log_at = slot_offset(2, slot_size)
@@ -73,14 +71,6 @@ class Regions:
         """Return a member's control page, as bytes."""
         region = self._known[rank]
         return region.mapping.view[region.offset : region.offset + CONTROL_BYTES]
-
-    def slot_address(self, rank: int, turn: int) -> int:
-        """Return where a member's slot half begins in this process."""
-        return self._known[rank].address + slot_offset(turn, self.slot_size)
-
-    def slot(self, rank: int, turn: int) -> memoryview:
-        """Return a member's slot half."""
-        return self.part(rank, slot_offset(turn, self.slot_size), self.slot_size)
 
     def call_log(self, rank: int) -> memoryview:
         """Return the position of a member's call log."""
