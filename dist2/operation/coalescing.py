@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from typing import Any
 
 from dist2.operation.work import Work
 from dist2.runtime.completion import Completion
@@ -77,3 +78,11 @@ class Batch:
         """Wait for all operations."""
         for work in self.works:
             work.wait()
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        """Wait for all operations in a task of asyncio or trio, as `Work` does for one."""
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> None:
+        for work in self.works:
+            await work

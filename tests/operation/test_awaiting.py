@@ -1,4 +1,4 @@
-"""`await` of a Work, in asyncio and trio."""
+"""`await` of a Work and of a batch, in asyncio and trio."""
 
 from __future__ import annotations
 
@@ -40,6 +40,11 @@ def test_operations_are_awaited(tenant: Tenant, start: Callable[..., None]) -> N
             message = pg.irecv(torch.empty(2), other)
             await pg.isend(x, other)
             assert (await message)[0].tolist() == [3.0, 3.0]
+            with pg.coalescing() as batch:
+                pg.all_reduce(one := torch.ones(1))
+                pg.all_reduce(two := torch.ones(2))
+            await batch
+            assert [*one.tolist(), *two.tolist()] == [2.0] * 3
             await pg.barrier(async_op=True)
 
         start(task)
