@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from inspect import iscoroutinefunction
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -63,7 +64,8 @@ def local(
         timeout: Limit of the whole call, a `timedelta` or seconds; by default none.
 
     Raises:
-        InvalidUsageError: ``ranks`` is not positive, or ``fn`` or an argument cannot be pickled.
+        InvalidUsageError: ``ranks`` is not positive, ``fn`` is a coroutine function, or ``fn`` or an argument
+            cannot be pickled.
         RanksFailedError: A rank raised or died; has the exception of every rank, with its traceback.
 
     Examples:
@@ -80,6 +82,11 @@ def local(
         raise InvalidUsageError(f"ranks must be a positive integer, got {ranks!r}")
     if not callable(fn):
         raise InvalidUsageError(f"fn must be callable, got {fn!r} ({type(fn).__name__})")
+    if iscoroutinefunction(fn):
+        raise InvalidUsageError(
+            f"fn is the coroutine function {fn.__qualname__}, which nothing would run: pass a function that "
+            f"calls asyncio.run({fn.__name__}(...))"
+        )
     call = _pickled(fn, args)
     ends_ns = FOREVER_NS if timeout is None else deadline_in(seconds(timeout))
     job = _Job(count, call)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import signal
@@ -134,6 +135,8 @@ def test_wrong_arguments_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
             launch.local(print, ranks)
     with pytest.raises(InvalidUsageError, match="fn must be callable, got 3"):
         launch.local(3, 1)
+    with pytest.raises(InvalidUsageError, match=r"coroutine function sleep, .* calls asyncio\.run\(sleep"):
+        launch.local(asyncio.sleep, 1, 0)
     with pytest.raises(InvalidUsageError, match="must be picklable"):
         launch.local(print, 1, threading.Lock())
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
