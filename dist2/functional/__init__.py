@@ -20,6 +20,7 @@ The functions are custom operators of torch (``torch.ops.dist2``): `torch.compil
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -46,6 +47,25 @@ __all__ = [
 ]
 
 _SUM = ReduceOp.SUM
+
+_INSTEAD = {
+    "all_gather_single": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_tensor": "all_gather",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "permute_tensor": "sendrecv",
+    "isend": "send",
+    "irecv": "recv",
+}
+"""Names of group methods and of torch's functional collectives, and the function that does the same here."""
+
+if not TYPE_CHECKING:  # type checkers would take any name for an attribute
+
+    def __getattr__(name):
+        instead = f": use {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
 
 
 @startable

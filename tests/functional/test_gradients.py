@@ -196,3 +196,12 @@ def test_a_backward_pass_after_the_end_of_the_group() -> None:
         functional.all_reduce(torch.ones(2), pg)
     with pytest.raises(InvalidUsageError, match="no open group of this process has the name 'short'"):
         y.sum().backward()
+
+
+def test_a_name_of_a_method_leads_to_the_function() -> None:
+    for name, instead in functional._INSTEAD.items():
+        assert instead in functional.__all__
+        with pytest.raises(AttributeError, match=rf"no attribute '{name}': use {instead}$"):
+            getattr(functional, name)
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
+        functional.nothing  # type: ignore[attr-defined]  # noqa: B018
