@@ -56,6 +56,7 @@ PART_S = 5.0
 STORE_S = 5.0
 """How long the store may take to tell which ranks have registered."""
 POLL_S = 0.2
+VERDICT = "desync.json"
 DIST2 = folders_of(library())
 
 log = logging.getLogger("dist2.incidents")
@@ -177,7 +178,8 @@ class Waits:
         if job is None:
             return
         folder = folders.joined(self._recording.root, job.uid, job.name)
-        self._add_parts(folder.path)
+        if not (is_first and (folder.path / VERDICT).exists()):  # else this rank came after the verdict
+            self._add_parts(folder.path)
         until = time.monotonic() + self._after_s + PART_S
         if folder.is_new:
             self._recording.made(folder.path)  # a failure of this rank may come before the verdict
@@ -192,7 +194,7 @@ class Waits:
         from observability.incidents.hang import act, reason
         from observability.job.diagnosis import SENTENCES
 
-        verdict = folder.path / "desync.json"
+        verdict = folder.path / VERDICT
         while not verdict.exists() and folder.path.exists() and time.monotonic() < until:
             time.sleep(POLL_S)
         if verdict.exists() and self._recording.first is None:

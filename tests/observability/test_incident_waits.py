@@ -253,6 +253,10 @@ def load():
     if os.environ.get("DIST2_ON_HANG"):
         threading.Event().wait()  # until the launcher ends it
 
+here = Path(__file__).parent
+(here / f"started-{os.environ['RANK']}").touch()
+while len(list(here.glob("started-*"))) < 3:  # a rank that starts slowly would be late, too
+    time.sleep(0.01)
 if os.environ["RANK"] == LATE:
     load()
 dist2.new_group("socket", 60, name="training")
@@ -282,7 +286,7 @@ def test_a_wait_in_the_first_new_group_leaves_an_incident(
     waiting = ", ".join(str(rank) for rank in range(3) if rank != late)
     told = CliRunner().invoke(cli, ["why", str(folder)]).output
     words = (
-        f"ranks {waiting} are in dist2's new_group, called at train.py:16 in <module>; rank {late}: it has "
+        f"ranks {waiting} are in dist2's new_group, called at train.py:20 in <module>; rank {late}: it has "
     )
     assert words in told, told
 
@@ -341,3 +345,16 @@ def test_a_store_that_does_not_answer_is_that_of_rank_0(
         found = waits_module._registered(answers)
         hangs.set()
     assert {rank: each.silence for rank, each in found.items()} == {0: NOT_REGISTERED, 1: ""}
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_rank_that_comes_after_the_verdict_adds_no_part(is_told: bool, tmp_path: Path) -> None:
+    """It would show a rank that was missing as one that waits."""
+    recording, making = Recording(tmp_path), Building(2, 3, uid="meeting")
+    recording.making = waits_module._info_of(making)
+    folder = folders.joined(tmp_path, "meeting", "new_group").path
+    if is_told:
+        (folder / waits_module.VERDICT).write_text('{"verdict": []}')
+    with making:
+        Waits(recording, 0.01)._write(set())
+    assert [path.name for path in folder.glob("hang-*")] == ([] if is_told else ["hang-2.json"])
