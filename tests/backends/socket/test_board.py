@@ -13,6 +13,7 @@ from support.time_limits import in_time
 
 from dist2 import GroupAbortedError, MismatchError, OperationTimeoutError, PeerLostError
 from dist2.backends.socket.transport.boards.arrivals import default_spins, lone_spins
+from dist2.backends.socket.transport.boards.regions import slot_offset
 from dist2.operation.kinds import MAX
 
 
