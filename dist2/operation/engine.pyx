@@ -146,31 +146,18 @@ cdef class Arrivals:
             attend: Called with it between two yields.
         """
         cdef Step step = step_of(FENCE)
-        if peer_index(&self.board, whom) < NOBODY:
-            raise ValueError(f"rank {whom} is no other member")
-        step.whom = whom
-        self.begin(operation)
-        self.run_one(&step, operation.signature.fingerprint & <uint64_t>-1, operation, wait, attend)
-
-    def claim(self, operation, wait, int kind):
-        """Claim the next piece of a kind."""
-        cdef Step step = step_of(CLAIM)
-        if not 0 <= kind < PIECE_KINDS:
-            raise ValueError(f"there are no pieces of kind {kind}")
-        step.number = kind
-        self.run_one(&step, 0, operation, wait, None)
-
-    cdef int run_one(self, Step *step, uint64_t fingerprint, operation, wait, attend) except -1:
-        """Run a plan of one step."""
         cdef CPlan plan
         cdef Run run
+        if peer_index(&self.board, whom) < NOBODY:
+            raise ValueError(f"rank {whom} is no other member")
+        self.begin(operation)
         memset(&plan, 0, sizeof(plan))
         memset(&run, 0, sizeof(run))
-        plan.steps, plan.count = step, 1
-        run.plan, run.board, run.called = &plan, &self.board, self.board.called
-        run.print, run.wait.attended = fingerprint, attend is not None
+        step.whom = whom
+        plan.steps, plan.count = &step, 1
+        run.plan, run.board = &plan, &self.board
+        run.print, run.wait.attended = operation.signature.fingerprint & <uint64_t>-1, attend is not None
         self.go_on(&run, attend is not None, operation, wait, attend)
-        return 0
 
     def reach(self, operation, wait, uint64_t phase):
         """Wait until all members have come to an earlier fence."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from support.boards import Members, operation
+from support.scripts import script_on
 from support.threads import ends_of
 
 from dist2 import MismatchError, OperationTimeoutError, PeerLostError
@@ -26,10 +27,18 @@ from dist2.backends.socket.transport.boards.pieces import (
     TINY_BYTES,
     kind_for,
 )
-from dist2.operation.engine import WORDS_OF_CONTROL
+from dist2.operation.engine import WORDS_OF_CONTROL, Plan
 from dist2.operation.kinds import MAX, OpKind
 from dist2.operation.record import Operation
 from dist2.operation.signature import GroupInfo, Signature, TensorMeta
+
+
+def claim(board: Board, call: Operation, kind: int) -> None:
+    """Claim the next piece of a kind."""
+    plan = Plan(board.rank, [], [])
+    plan.claim(kind)
+    script, _ = script_on(board, plan)
+    script.run(call, [], [])
 
 
 def sleeping(nap: int, whom: int, phase: int) -> int:
@@ -155,7 +164,7 @@ def test_pieces_are_used_again_once_all_are_done(members: Members) -> None:
             if what == 0:
                 board.fence(call)
                 continue
-            board.claim(call, TINY if tiny else LONGER)
+            claim(board, call, TINY if tiny else LONGER)
             at = board.arrivals.slot
             own = board.regions.part(rank, at, 8)
             if what == 1 or rank == root:
@@ -204,7 +213,7 @@ def test_all_members_claim_the_same_pieces(members: Members) -> None:
     def body(rank: int, claimed: list[int]) -> None:
         board, call = members.boards[rank], operation(rank)
         for each in kinds:
-            board.claim(call, each)
+            claim(board, call, each)
             claimed.append(board.arrivals.slot)
             board.fence(call)
 

@@ -130,21 +130,12 @@ class Board:
             PeerLostError: A member died or left.
             GroupAbortedError: `Roster.abort` was called.
         """
-        self.arrivals.cross(operation, self.wait, whom, None if self.progress is None else self.attend)
+        self.arrivals.cross(operation, self.wait, whom)
 
     def reach(self, operation: Operation, phase: int) -> None:
         """Return when all members are at a fence that this one has reached before; raises as `fence`."""
         if self._peers:
             self.arrivals.reach(operation, self.wait, phase)
-
-    def claim(self, operation: Operation, kind: int) -> None:
-        """Log the call, and claim the next piece of a kind.
-
-        Raises:
-            Dist2Error: As `fence`: others may still use the piece.
-        """
-        self.log_call(operation)
-        self.arrivals.claim(operation, self.wait, kind)
 
     def log_call(self, operation: Operation) -> None:
         """Log the call of this member at the next fence: it may be gone when another member asks."""
