@@ -113,7 +113,7 @@ class Crowd:
             self._had_turns = False
             self.arrivals.cross(self._call, self._come, ALL, self._run_in_turn)
 
-    def _run_in_turn(self) -> None:
+    def _run_in_turn(self, _: Operation) -> None:
         """Give each a turn between two yields; they come at the next time, when the yield has been timed."""
         if self._had_turns:
             self._come()
