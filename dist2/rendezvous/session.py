@@ -234,6 +234,7 @@ class RendezvousSession:
 
         def look() -> None:
             self._building.check()
+            _bound(store, deadline)
             fault = self._fault(store, part, generation)
             if fault is not None:
                 raise _InVainError(fault)
@@ -327,6 +328,7 @@ class RendezvousSession:
         """
         self._building.check()
         self._building.part = part
+        _bound(part, deadline)
         if self._rival is not None:
             decide(part, self._rival)
             raise self._failure(self._rival, deadline)
@@ -349,7 +351,8 @@ class RendezvousSession:
             # A leader never seen alive may be of an earlier run, and this run's rank 0 may still arrive.
             if leader is not None and leader == self._leader and leader.process.has_ended:
                 decide(part, Verdict(Outcome.LOST, f"rank 0 ({leader.process.place}) died", (0,)))
-            return _obstacle("rank 0 waits for other ranks, or is gone")
+            place = "" if leader is None else f" ({leader.process.place})"
+            return _obstacle(f"rank 0{place} waits for other ranks, is stopped, or is gone")
         verdict = Verdict.read(part.fetch([GO])[0])
         if verdict.outcome is Outcome.PROCEED:
             if leader is None or leader.asked == self._request.asked:
@@ -428,6 +431,7 @@ class RendezvousSession:
     def _announced(self, store: Store, deadline: Deadline, obstacle: Verdict) -> str:
         def look() -> None:
             self._building.check()
+            _bound(store, deadline)
             if self._rival is not None:
                 raise self._failure(self._rival, deadline)
 
@@ -482,6 +486,11 @@ def _tell(endpoint: Endpoint, words: str) -> None:
             decide(part, cannot_come(words))
             if arrive(part, [ack_key(0)], deadline.soon(_LOOK_AGAIN_S)):
                 return
+
+
+def _bound(store: Store, deadline: Deadline) -> None:
+    """Have a store that does not answer, as its server is stopped, take little longer than is left."""
+    store.set_timeout(limit_of(deadline.stretched()))
 
 
 def _current(store: Store) -> PrefixStore:

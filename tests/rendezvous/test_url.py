@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -238,10 +240,40 @@ def test_a_rank_that_gave_up_and_comes_again_is_not_started_twice(tmp_path: Path
     store, url = dist2.FileStore(str(tmp_path / "store"), 2), f"file://{tmp_path / 'store'}"
     store.set("dist2/leader", "g")
     store.set("dist2/g/rank/0", JoinRequest(Process("elsewhere", "x", 1, 1), {"world_size": "2"}).to_text())
-    for obstacle in ("rank 0 waits for other ranks, or is gone", "rank 1 has registered before"):
+    waits = r"rank 0 \(host elsewhere, pid 1\) waits for other ranks, is stopped, or is gone"
+    for obstacle in (waits, "rank 1 has registered before"):
         with pytest.raises(RendezvousError, match=f"rank 1 of 2 waited 0.3 s: {obstacle}"):
             rendezvous(url, 1, 2, timeout=0.3)
     assert not store.check(["dist2/g/go"])  # rank 0 gets no report of a failure
+
+
+def test_a_stopped_rank_0_holds_nobody_up_beyond_the_limit() -> None:
+    """The store is its own, so no request has an answer."""
+    port = unused_port()
+    url = f"tcp://127.0.0.1:{port}"
+
+    def leads() -> int:
+        rendezvous(url, 0, 3, timeout=60)
+        return 0
+
+    child = forked(leads)
+    limit_s = 4.0
+    try:
+        store = dist2.TCPStore("127.0.0.1", port, timeout=30)
+        leader = store.get("dist2/leader").decode()
+        with ThreadPoolExecutor(1) as pool:
+            begun_s = time.monotonic()
+            waiting = pool.submit(rendezvous, url, 1, 3, timeout=limit_s)
+            store.wait([f"dist2/{leader}/rank/1"])
+            os.kill(child, signal.SIGSTOP)
+            error = waiting.exception()
+            took_s = time.monotonic() - begun_s
+    finally:
+        os.kill(child, signal.SIGKILL)
+        exit_code(child)
+    assert isinstance(error, RendezvousTimeoutError)
+    assert f"pid {child}) waits for other ranks, is stopped, or is gone" in str(error)
+    in_time(took_s, 1.5 * limit_s)
 
 
 def test_world_sizes_that_differ_are_told_to_all(url: str) -> None:
