@@ -330,17 +330,20 @@ def check_documented_queries(server: prometheus.Prometheus) -> None:
     p99, stragglers, bandwidth, inside, waiting, stuck, _ = QUERIES
     ranks = {f"rank={rank}" for rank in range(4)}
 
-    def asked(query: str) -> dict[str, float]:
-        found = prometheus.until(
-            lambda: {name: value for name, value in server.query(query).items() if not math.isnan(value)},
-            bool,
+    def until_found(query: str, names: set[str]) -> set[str]:
+        """Return the series of an answer, once those named are among them: ranks are scraped one by one."""
+        return set(
+            prometheus.until(
+                lambda: {name for name, value in server.query(query).items() if not math.isnan(value)},
+                names.issubset,
+            )
         )
-        return dict(found)
 
-    assert asked(p99.replace("all_reduce", "broadcast")).keys() == {"size_le_bytes=64"}
-    assert {f"op=broadcast,{rank}" for rank in ranks} <= asked(bandwidth).keys()
-    assert asked(inside).keys() == ranks
-    assert asked(waiting).keys() == ranks
+    sizes = {"size_le_bytes=64"}
+    assert until_found(p99.replace("all_reduce", "broadcast"), sizes) == sizes
+    until_found(bandwidth, {f"op=broadcast,{rank}" for rank in ranks})
+    assert until_found(inside, ranks) == ranks
+    assert until_found(waiting, ranks) == ranks
     assert server.query(stuck) == {}
     server.query(stragglers)  # may or may not find one
 
@@ -352,8 +355,9 @@ def check_documented_queries_of_a_hang(server: prometheus.Prometheus) -> None:
         return sorted(re.findall(r"\brank=(\d)", " ".join(server.query(query))))
 
     assert stuck.endswith(" > 30")
-    assert ranks_of(stuck.replace("> 30", "> 1")) == [str(rank) for rank in range(4) if rank != STUCK]
-    assert ranks_of(behind) == [str(STUCK)]
+    others = [str(rank) for rank in range(4) if rank != STUCK]
+    prometheus.until(lambda: ranks_of(stuck.replace("> 30", "> 1")), others.__eq__)
+    prometheus.until(lambda: ranks_of(behind), [str(STUCK)].__eq__)
 
 
 def expressions_of_the_dashboard() -> list[str]:
