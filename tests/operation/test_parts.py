@@ -18,20 +18,22 @@ TCP = Tenant("tcp", "socket", {"transport": "tcp"})
 
 
 @pytest.mark.parametrize(
-    ("tenant", "numel", "names"),
+    ("tenant", "numel", "dtype", "names"),
     [
-        (SHM, 2, ["copy", "wait", "reduce"]),
-        (SHM, 1 << 20, ["copy", "wait", "reduce"]),
-        pytest.param(TCP, 2, ["send", "recv", "reduce"]),
-        pytest.param(TCP, 1 << 20, ["send", "recv", "reduce"]),
+        (SHM, 2, torch.float32, ["copy", "wait", "reduce"]),
+        (SHM, 1 << 20, torch.float32, ["copy", "wait", "reduce"]),
+        (SHM, 2, torch.bfloat16, ["copy", "wait", "reduce"]),  # torch folds
+        (TCP, 2, torch.float32, ["send", "recv", "reduce"]),
+        (TCP, 1 << 20, torch.float32, ["send", "recv", "reduce"]),
+        (TCP, 2, torch.bfloat16, ["send", "recv", "reduce"]),
     ],
     ids=str,
 )
 def test_parts_fill_an_operation_while_they_are_recorded(
-    tenant: Tenant, numel: int, names: list[str]
+    tenant: Tenant, numel: int, dtype: torch.dtype, names: list[str]
 ) -> None:
     def body(pg: ProcessGroup) -> list[Operation]:
-        tensor = torch.zeros(numel)
+        tensor = torch.zeros(numel, dtype=dtype)
         pg.all_reduce(tensor)  # makes the program
         seen: list[Operation] = []
         remove = pg.register_completion_hook(seen.append)
