@@ -142,20 +142,21 @@ _SAME = (
 """Variables that are equal on all ranks of a job of one host."""
 
 
-def process_of(rank: int) -> int | None:
-    """Return the process that the launcher of this one has started as another rank, if it is of this host.
+def processes_of_ranks() -> dict[int, int]:
+    """Return the processes of this host that the launcher of this one has started, by rank.
 
     A rank that has not registered yet is known by its environment alone, which is that of its start.
     """
     program, here = _program("self"), _environment("self")
-    for pid in sorted(int(path.name) for path in Path("/proc").glob("[0-9]*")):  # workers come after it
+    by_rank: dict[int, int] = {}
+    for pid in sorted(int(path.name) for path in Path("/proc").glob("[0-9]*")):
         if _program(pid) == program:
             there = _environment(pid)
             found = launched(there.get)
-            told = there.get("RANK") if found is None else str(found.rank)
-            if told == str(rank) and all(there.get(name) == here.get(name) for name in _SAME):
-                return pid
-    return None
+            told = there.get("RANK", "") if found is None else str(found.rank)
+            if told.isdecimal() and all(there.get(name) == here.get(name) for name in _SAME):
+                by_rank.setdefault(int(told), pid)  # its workers come after it
+    return by_rank
 
 
 def _program(pid: object) -> str:

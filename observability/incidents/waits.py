@@ -35,7 +35,7 @@ import attrs
 
 from dist2.group.open_groups import open_groups
 from dist2.operation.signature import GroupInfo
-from dist2.rendezvous.launchers import process_of
+from dist2.rendezvous.launchers import processes_of_ranks
 from dist2.rendezvous.liveness import Building, building
 from dist2.rendezvous.requests import JoinRequest
 from dist2.runtime.code_marks import folders_of, library
@@ -274,11 +274,11 @@ def _registered(answers: Mapping[int, Answer]) -> dict[int, Answer]:
     from observability.job.answer import NO_PART, NOT_REGISTERED, Answer
     from observability.job.stacks import look_at, look_at_pid
 
-    requests = _requests() or {0: None}  # the store is rank 0's
+    requests, started = _requests() or {0: None}, processes_of_ranks()  # the store is rank 0's
     found = {rank: answer for rank, answer in answers.items() if answer.state is not None}
     for rank in answers.keys() - found.keys():
         request = requests.get(rank)
-        pid = process_of(rank) if request is None else None
+        pid = started.get(rank) if request is None else None
         outside = look_at_pid(pid) if pid else None if request is None else look_at(request.process)
         is_missing = rank in requests and request is None
         answer = Answer(

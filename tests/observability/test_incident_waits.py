@@ -331,7 +331,7 @@ def test_a_store_that_does_not_answer_is_that_of_rank_0(
 ) -> None:
     """Ranks of which nothing is known may wait on another host."""
     monkeypatch.setattr(waits_module, "STORE_S", 0.05)
-    monkeypatch.setattr(waits_module, "process_of", {}.get)
+    monkeypatch.setattr(waits_module, "processes_of_ranks", dict)
     hangs = threading.Event()
 
     class Silent(Building):

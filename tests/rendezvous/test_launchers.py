@@ -14,7 +14,7 @@ from support.programs import run
 from support.warm_interpreter import warm_executable
 
 from dist2.rendezvous import launchers
-from dist2.rendezvous.launchers import first_host, launched, process_of
+from dist2.rendezvous.launchers import first_host, launched, processes_of_ranks
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "2",
@@ -175,7 +175,7 @@ def test_srun_of_one_host(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", [{"RANK": "7001", "WORLD_SIZE": "7002"}, {**MPICH, "PMI_RANK": "7001"}])
 def test_the_process_of_a_rank_is_known_by_the_environment_of_its_start(place: dict[str, str]) -> None:
-    code = "from dist2.rendezvous.launchers import process_of; print(process_of(7001))"
+    code = "from dist2.rendezvous.launchers import processes_of_ranks as started; print(started().get(7001))"
     mine = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     as_first = {name: "0" if name.endswith("RANK") else value for name, value in place.items()}
     waiting = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
@@ -194,4 +194,4 @@ def test_the_process_of_a_rank_is_known_by_the_environment_of_its_start(place: d
 
 
 def test_a_process_without_launcher_finds_no_rank() -> None:
-    assert process_of(7003) is None
+    assert processes_of_ranks().get(7003) is None
