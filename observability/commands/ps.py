@@ -1,22 +1,33 @@
-"""``dist2 ps``: the jobs of this user on this host that have control planes."""
+"""``dist2 ps``: the jobs of this user on this host that have control planes, and what ended jobs left."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable
+from pathlib import Path
 
 import attrs
 import click
 from rich.console import Console
 from rich.table import Table
 
+from dist2.runtime.config import Config
 from observability.client import Asker
 from observability.commands.control_plane import ControlPlane, NoAnswerError
+from observability.incidents.folders import created, newest, root_of
+from observability.incidents.reading import Incident, NoIncidentError
 from observability.token_files import ControlPlaneFile, control_planes
 
 LIMIT_S = 2.0
 ASKED = 4
 """Control planes of a job that are asked for its state, until one answers."""
+
+INCIDENTS = 5
+"""Incidents that are shown, the newest first."""
+WIDEST = 10_000
+READ_BYTES = 32 << 20
+"""Larger incidents are not read to list them."""
 
 
 @attrs.frozen
@@ -47,20 +58,53 @@ def ps(links: bool, as_json: bool) -> None:
     """List the jobs of this user on this host that have a control plane, and their states.
 
     A job has one if its program calls observability.start, or with DIST2_CONTROL_PLANE=1, or under
-    python -m dist2.run --page.
+    python -m dist2.run --page. Below are the latest incidents, which outlive their jobs.
     """
     found = jobs(control_planes())
     if as_json:
         click.echo(json.dumps([attrs.asdict(each, filter=_not_secret) for each in found], indent=1))
         return
     if not found:
-        click.echo("No job of this user has a control plane on this host: set DIST2_CONTROL_PLANE=1.")
-        return
+        click.echo("No running job of this user has a control plane on this host (DIST2_CONTROL_PLANE=1).")
     table = Table("job", "ranks", "program", "state", "page", box=None)
     for each in found:
         url = f"{each.url}/#token={each.token}" if links else each.url
         table.add_row(each.name, str(each.ranks), each.program, each.state, url)
-    Console(soft_wrap=True, highlight=False, markup=False).print(table)
+    left = Table("incident of", "age", "culprits", "dist2 why", box=None)
+    for path in latest_incidents()[:INCIDENTS]:
+        left.add_row(*_row(path))
+    # Links and paths are to be copied: a table would cut them off at the width of the terminal.
+    console = Console(width=WIDEST, soft_wrap=True, highlight=False, markup=False)
+    for each_table in (table, left):
+        if each_table.row_count:
+            console.print(each_table)
+
+
+def latest_incidents() -> list[Path]:
+    """Return the folders of incidents of this user's jobs here, the newest first."""
+    root = root_of(Config.from_environment())
+    return [] if root is None else newest(root)
+
+
+def age_of(path: Path) -> str:
+    """Return how old an incident is, in words."""
+    age_s = max(time.time() - created(path), 0.0)
+    for unit, seconds in (("day", 86400), ("h", 3600), ("min", 60)):
+        if age_s >= seconds:
+            count = int(age_s / seconds)
+            return f"{count} {unit}{'s' if unit == 'day' and count > 1 else ''}"
+    return f"{age_s:.0f} s"
+
+
+def _row(path: Path) -> tuple[str, str, str, str]:
+    try:
+        is_large = sum(each.lstat().st_size for each in path.iterdir()) > READ_BYTES
+        incident = Incident.read(path)
+        culprits = [] if is_large else incident.desync()["culprits"]
+    except (NoIncidentError, OSError):  # of another version, or removed meanwhile
+        return "?", age_of(path), "", str(path)
+    named = f"rank {', '.join(map(str, culprits[:4]))}" if culprits else ""
+    return str(incident.head["name"]), age_of(path), named, str(path)
 
 
 def jobs(planes: Iterable[ControlPlaneFile]) -> list[Listed]:

@@ -64,8 +64,18 @@ def why(
     except NoIncidentError as error:
         end_without_answer(error)
     except NoAnswerError as error:
-        end_without_answer(error, "; ask the control plane of another rank")
+        end_without_answer(error, _advice())
     sys.exit(TROUBLE if found["verdict"] else NOTHING_WRONG)
+
+
+def _advice() -> str:
+    """Return whom else to ask: another rank, or what the job left if it has ended."""
+    from observability.commands.ps import age_of, latest_incidents
+
+    told = "; ask the control plane of another rank"
+    for path in latest_incidents()[:1]:
+        told += f", or the latest incident here, {age_of(path)} old: dist2 why {path}"
+    return told
 
 
 def _show(found: dict[str, Any]) -> None:

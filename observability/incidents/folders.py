@@ -85,7 +85,7 @@ def current(root: Path, job: str) -> Path | None:
     """Return the folder of the trouble that a job has now; None if it has none."""
     found = sorted(root.glob(f"*-{_key(job)}"), reverse=True)
     # The clock may have been set back since.
-    return next((path for path in found if abs(time.time() - _created(path)) < JOIN_S), None)
+    return next((path for path in found if abs(time.time() - created(path)) < JOIN_S), None)
 
 
 def _key(job: str) -> str:
@@ -149,7 +149,15 @@ def _lock(descriptor: int) -> None:
         time.sleep(0.01)
 
 
-def _created(path: Path) -> float:
+def newest(root: Path) -> list[Path]:
+    """Return the folders of all incidents, the newest first."""
+    with suppress(OSError):
+        return sorted((path for path in root.iterdir() if (path / HEAD).is_file()), key=created, reverse=True)
+    return []
+
+
+def created(path: Path) -> float:
+    """Return when a folder was made, in seconds since 1970; 0 if it does not tell."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         return float(json.loads((path / HEAD).read_text())["at_s"])
     return 0.0
@@ -157,11 +165,9 @@ def _created(path: Path) -> float:
 
 def _remove_old(root: Path) -> None:
     """Remove the oldest incidents beyond the bounds; the newest always stays."""
-    found = [path for path in root.iterdir() if (path / HEAD).is_file()]
-    found.sort(key=_created, reverse=True)
     total = 0
-    for index, path in enumerate(found):
+    for index, path in enumerate(newest(root)):
         total += sum(each.lstat().st_size for each in path.iterdir())
-        is_old = time.time() - _created(path) > MOST_AGE_S
+        is_old = time.time() - created(path) > MOST_AGE_S
         if index and (index >= MOST or total > MOST_BYTES or is_old):
             shutil.rmtree(path, ignore_errors=True)

@@ -38,7 +38,7 @@ def incident(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["ps"], 0, "No job of this user"),
+        (["ps"], 0, "No running job of this user"),
         (["why", "INCIDENT"], 1, "rank 1 is stuck"),
         (["top", "http://127.0.0.1:1"], 2, "does not answer"),
     ],

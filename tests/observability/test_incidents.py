@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -42,6 +43,30 @@ def why(folder: Path, *options: str) -> Result:
 
 
 # Folders
+
+
+def test_the_commands_find_what_ended_jobs_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / ("long-" * 20) / "incidents"
+    monkeypatch.setenv("DIST2_INCIDENTS", str(root))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    assert "No running job" in CliRunner().invoke(cli, ["ps"]).output
+    for job, age_s, culprits in [("old", 7200.0, []), ("new", 90.0, [2])]:
+        path = folders.joined(root, job, job).path
+        head = json.loads((path / folders.HEAD).read_text())
+        (path / folders.HEAD).write_text(json.dumps(head | {"at_s": time.time() - age_s}))
+        found = {"verdict": ["it waits"], "culprits": culprits, "cycles": []}
+        (path / "desync.json").write_text(json.dumps(found))
+    (root / "20200101-000000-other-0").mkdir()
+    (root / "20200101-000000-other-0" / folders.HEAD).write_text("{}")
+    first, new, old, other = CliRunner().invoke(cli, ["ps"]).output.splitlines()[1:]
+    assert first.split() == ["incident", "of", "age", "culprits", "dist2", "why"]
+    assert new.split()[:-1] == ["new", "1", "min", "rank", "2"]
+    assert old.split()[:-1] == ["old", "2", "h"]
+    assert other.split()[0] == "?"
+    assert why(Path(new.split()[-1])).exit_code == 1
+    ended = CliRunner().invoke(cli, ["why", "http://127.0.0.1:1"])
+    assert (ended.exit_code, new.split()[-1] in ended.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(
