@@ -33,7 +33,7 @@ from typing import Any
 import attrs
 
 from dist2.launch.meeting import HOST, rank_environment, serve_ranks
-from dist2.runtime.config import child_environment, environment_value
+from dist2.runtime.config import child_environment, environment_value, temporary_folder
 from dist2.runtime.deadline import deadline_in, remaining_s
 from dist2.runtime.exit_report import VARIABLE, ExitReport, read_report
 from dist2.runtime.rank_names import rank_names
@@ -84,7 +84,7 @@ class Ranks:
 
     def __init__(self, command: Sequence[str], count: int, attempt: int, observed: bool = False) -> None:
         self._lease = serve_ranks(HOST)
-        self._reports = tempfile.TemporaryDirectory(prefix="dist2-run-")
+        self._reports = tempfile.TemporaryDirectory(prefix="dist2-run-", dir=temporary_folder())
         common = {"TORCHELASTIC_RESTART_COUNT": str(attempt)}
         if observed and not environment_value(_CONTROL_PLANE):
             # At Unix sockets only the page has an address.

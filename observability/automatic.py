@@ -20,7 +20,7 @@ from dist2.rendezvous.liveness import on_building
 from dist2.runtime.config import LOOPBACK, Config
 from dist2.runtime.process import AtExit, at_exit, raised
 from observability.flight_recorder import global_rank, instrument
-from observability.incidents.folders import root_of
+from observability.incidents.folders import passing, root_of
 from observability.incidents.recording import Recording
 from observability.incidents.waits import Waits
 
@@ -93,11 +93,14 @@ _parts = _Parts()
 def from_settings(config: Config) -> None:
     """Apply the settings of the environment; called once, when the default instruments are loaded."""
     root = root_of(config)
+    recording = Recording(passing()[0] if root is None else root)
     if root is not None:
-        _parts.recording = recording = Recording(root)
-        instrument.on_opened.append(lambda group: recording.opened(group.info))
+        _parts.recording = recording
         instrument.on_broken.append(recording.broken)
-        on_building.append(Waits(recording, config.waiting_s, config.on_hang).begin)
+    if root is not None or config.on_hang != "observe":
+        instrument.on_opened.append(lambda group: recording.opened(group.info))
+        waits = Waits(recording, config.waiting_s, config.on_hang, keeps=root is not None)
+        on_building.append(waits.begin)
     if config.operation_log is not None:
         _parts.operation_log = _logging(Path(config.operation_log), config.operation_log_bytes)
     _parts.on_hang = config.on_hang

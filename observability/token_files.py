@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,6 +19,7 @@ from urllib.parse import quote, urlsplit
 
 import attrs
 
+from dist2.runtime.config import MEMORY, temporary_folder
 from dist2.runtime.other_process import Process
 
 
@@ -65,7 +65,16 @@ class ControlPlaneFile:
 
 def folder() -> Path:
     """Return the folder of this user's files."""
-    return Path(tempfile.gettempdir()) / f"dist2-{os.getuid()}"
+    return _of_user(temporary_folder())
+
+
+def in_memory() -> Path:
+    """Return a folder of this user that needs no disk."""
+    return _of_user(MEMORY)
+
+
+def _of_user(folder: str) -> Path:
+    return Path(folder) / f"dist2-{os.getuid()}"
 
 
 def write(

@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import attrs
 
-from dist2.runtime.config import environment_value
+from dist2.runtime.config import environment_value, temporary_folder
 
 _FIRST_PORT, _PORTS = 20_000, 20_000
 """Ports of Slurm jobs; below those that Linux gives to clients."""
@@ -231,7 +230,7 @@ def _number(get: Get, name: str) -> int | None:
 def _file(job: str) -> str:
     """Return the path of a file that is this job's and this user's alone."""
     name = re.sub(r"[^\w.-]", "_", job)
-    return str(Path(tempfile.gettempdir()) / f"dist2-{os.getuid()}-{name}")
+    return str(Path(temporary_folder()) / f"dist2-{os.getuid()}-{name}")
 
 
 def _parent(named: str = "") -> str:

@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 import re
+import tempfile
 from collections.abc import Collection, Mapping
 from typing import TypeVar
 
@@ -31,6 +32,8 @@ DEFAULT_RECORDER_SIZE = 4096
 DEFAULT_LOG_BYTES = 64 << 20
 LEAST_LOG_BYTES = 1 << 20
 LOOPBACK = "127.0.0.1"
+MEMORY = "/dev/shm"
+"""A folder in memory, which containers have whose file systems are all read-only."""
 _LARGEST = 1e9
 """Numbers beyond (infinity among them) are this one."""
 _ON_HANG = ("observe", "abort", "exit")
@@ -280,6 +283,14 @@ def _incidents(environment: Mapping[str, str]) -> str | None:
     if text.lower() in _FLAGS:
         return None if _FLAGS[text.lower()] else "0"
     return text
+
+
+def temporary_folder() -> str:
+    """Return the folder for temporary files; where none can be written to, that in memory."""
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:
+        return MEMORY
 
 
 def _secret(environment: Mapping[str, str]) -> Secret | None:

@@ -30,6 +30,8 @@ MOST = 32
 """Incidents that are kept."""
 MOST_BYTES = 256 << 20
 """Size of all incidents; the oldest are removed."""
+SHARE = 8
+"""Incidents take at most one such part of a file system: it may be a small one in memory."""
 MOST_AGE_S = 14 * 86400.0
 LOCK_S = 2.0
 PART_BYTES = 8 << 20
@@ -55,6 +57,20 @@ def root_of(config: Config) -> Path | None:
     if config.incidents == "0":
         return None
     return token_files.folder() / "incidents" if config.incidents is None else Path(config.incidents)
+
+
+def passing() -> list[Path]:
+    """Return where the ranks of a host may meet if no incident is kept, or none can be written."""
+    folders = token_files.folder(), token_files.in_memory()
+    return [each / "waits" for each in dict.fromkeys(folders)]
+
+
+def unwritable(root: Path, error: OSError) -> str:
+    """Say that no incident can be written to a folder, and the remedy."""
+    return (
+        f"no incident can be written to {root}: {error.strerror or error}; "
+        "set DIST2_INCIDENTS to a folder that has room and is this user's, or to 0 for none"
+    )
 
 
 def joined(root: Path, job: str, name: str) -> Folder:
@@ -165,9 +181,9 @@ def created(path: Path) -> float:
 
 def _remove_old(root: Path) -> None:
     """Remove the oldest incidents beyond the bounds; the newest always stays."""
-    total = 0
+    most, total = min(MOST_BYTES, shutil.disk_usage(root).total // SHARE), 0
     for index, path in enumerate(newest(root)):
         total += sum(each.lstat().st_size for each in path.iterdir())
         is_old = time.time() - created(path) > MOST_AGE_S
-        if index and (index >= MOST or total > MOST_BYTES or is_old):
+        if index and (index >= MOST or total > most or is_old):
             shutil.rmtree(path, ignore_errors=True)

@@ -108,7 +108,7 @@ class HangRecorder:
             folder = folders.joined(recording.root, info.uid, info.name)
             write_answers(folder.path, answers, found, self._member.rank, took_s)
         except OSError as error:  # the policy holds without evidence, too
-            log.warning("the incident of a hang cannot be written: %s", error)
+            log.warning(folders.unwritable(recording.root, error))
             return None
         recording.note(folder)
         return folder.path
@@ -127,7 +127,7 @@ class HangRecorder:
         if then not in ("observe", "abort", "exit"):
             raise ValueError(f"then must be observe, abort or exit, got {then[:80]!r}")
         acts = bool(request["acts"])
-        where = self._take_part(name, why) if name else None
+        where = self._take_part(name, why, is_told) if name else None
         if then == "observe":
             return
         words = reason(then, why, where)
@@ -148,7 +148,7 @@ class HangRecorder:
         if operation.error is not None and time.monotonic() < self._explains_until_s:
             operation.error.add_note(self._explanation)
 
-    def _take_part(self, name: str, why: str) -> Path | None:
+    def _take_part(self, name: str, why: str, is_told: bool) -> Path | None:
         """Write the part of this rank; return the folder, or None where incidents are off."""
         info, recording = self._member.info(), self._recording
         if recording is None or info is None:
@@ -159,7 +159,9 @@ class HangRecorder:
             path = folders.named(recording.root, name, (recording.first or info).uid)
             write_part(path, "hang", info, why, None)
         except OSError as error:  # the policy holds without evidence, too
-            log.warning("the part of rank %d in an incident cannot be written: %s", self._member.rank, error)
+            level = logging.INFO if is_told else logging.WARNING  # a thousand ranks would say the same
+            words = "the part of rank %d in an incident cannot be written: %s"
+            log.log(level, words, self._member.rank, error)
             return None
         recording.joined(path)
         return path

@@ -13,6 +13,7 @@ from dist2.errors import Dist2Error, GroupAbortedError
 from dist2.operation.record import Operation
 from dist2.operation.signature import GroupInfo
 from dist2.runtime import exit_report
+from dist2.runtime.exit_report import blamed
 from observability.flight_recorder import global_rank
 from observability.incidents import folders
 
@@ -73,8 +74,11 @@ class Recording:
             job = self.first or info
             folder = folders.joined(self.root, job.uid, job.name)
             write_part(folder.path, kind, info, why, error, looks=folder.is_new)
-        except OSError as error:  # such as a lack of descriptors, which may be the failure itself
-            log.warning("the incident of rank %d cannot be written: %s", global_rank(info), error)
+        except OSError as refused:  # such as a lack of descriptors, which may be the failure itself
+            # Ranks that fail together would all say the same.
+            alone = global_rank(info) == 0 or not blamed(error)
+            level = logging.WARNING if alone else logging.INFO
+            log.log(level, "rank %d: %s", global_rank(info), folders.unwritable(self.root, refused))
             return None
         except Exception:  # the failure itself must reach the program
             log.warning("the incident of rank %d cannot be written", global_rank(info), exc_info=True)

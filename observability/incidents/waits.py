@@ -6,7 +6,8 @@ for nothing, find the folder at their next look and add their parts; so nothing 
 the folder then reads the parts of all, looks at the processes of ranks that have written none, and diagnoses
 the wait as a control plane does. If it is over, or no rank is missing, the folder is removed: an operation
 that moves much data takes long as well. Ranks of other hosts are known by the operation at which their
-messages were seen last, unless the folder is shared.
+messages were seen last, unless the folder is shared. Where no incident can be written, or none is wanted but
+the policy needs the verdict, ranks meet in a passing folder, of which only the verdict stays.
 
 The first `new_group` of a process waits in the same way, though there is no group yet, and no control plane
 where one is to start with it. The store tells which ranks have registered; a rank that has not is known by
@@ -72,10 +73,14 @@ class Waits:
         recording: The incidents of this process.
         after_s: How long an operation may take.
         policy: What happens after a wait in the first `new_group`: ``observe``, ``abort`` or ``exit``.
+        keeps: Whether incidents stay: else ranks meet for the verdict, which the policy needs.
     """
 
-    def __init__(self, recording: Recording, after_s: float, policy: str = "observe") -> None:
+    def __init__(
+        self, recording: Recording, after_s: float, policy: str = "observe", keeps: bool = True
+    ) -> None:
         self._recording = recording
+        self._keeps = keeps
         self._policy = policy
         self._after_s = after_s
         self._pid = 0
@@ -173,19 +178,48 @@ class Waits:
         return known or next((_info_of(each) for each in building() if each.uid), None)
 
     def _write(self, confirmed: set[object]) -> None:
-        """Write the part of this rank; if it is the first of the job, wait for the others and conclude."""
+        """Meet the other ranks of the host in the first folder that can be written to."""
+        why = ""
+        for root in self._roots():
+            try:
+                self._meet(root, confirmed, why)
+            except OSError as error:
+                why = why or folders.unwritable(root, error)
+            else:
+                return
+        log.warning(why)
+
+    def _roots(self) -> list[Path]:
+        return [*([self._recording.root] if self._keeps else []), *folders.passing()]
+
+    def _stays(self, folder: Path) -> bool:
+        return self._keeps and folder.parent == self._recording.root
+
+    def _meet(self, root: Path, confirmed: set[object], why: str) -> None:
+        """Write the part of this rank; if it is the first of the job, wait for the others and conclude.
+
+        Args:
+            root: Where the folder is.
+            confirmed: What waits.
+            why: Why the incident does not stay; empty if it does, or if none is wanted.
+
+        Raises:
+            OSError: The folder or the part cannot be written.
+        """
         job, is_first = self._job(), self._recording.first is None
         if job is None:
             return
-        folder = folders.joined(self._recording.root, job.uid, job.name)
-        if not (is_first and (folder.path / VERDICT).exists()):  # else this rank came after the verdict
+        folder = folders.joined(root, job.uid, job.name)
+        is_told = (folder.path / VERDICT).exists()  # then this rank came after the verdict
+        if not (is_told and (is_first or not self._stays(folder.path))):
             self._add_parts(folder.path)
         until = time.monotonic() + self._after_s + PART_S
         if folder.is_new:
-            self._recording.made(folder.path)  # a failure of this rank may come before the verdict
+            if self._stays(folder.path):
+                self._recording.made(folder.path)  # a failure of this rank may come before the verdict
             while len(list(folder.path.glob("hang-*.json"))) < job.world_size and time.monotonic() < until:
                 time.sleep(POLL_S)
-            self._conclude(folder, job, confirmed)
+            self._conclude(folder, job, confirmed, why)
         if is_first and self._policy != "observe":
             self._act(folder, job, until + STORE_S)
 
@@ -198,9 +232,11 @@ class Waits:
         while not verdict.exists() and folder.path.exists() and time.monotonic() < until:
             time.sleep(POLL_S)
         if verdict.exists() and self._recording.first is None:
-            self._recording.joined(folder.path)
+            where = folder.path if self._stays(folder.path) else None
+            if where is not None:
+                self._recording.joined(where)
             told = json.loads(verdict.read_text())["verdict"]
-            words = reason(self._policy, "; ".join(told[:SENTENCES]), folder.path)
+            words = reason(self._policy, "; ".join(told[:SENTENCES]), where)
             level = logging.ERROR if folder.is_new else logging.INFO
             log.log(level, "rank %d: %s", job.rank, words)
             act(self._policy, words, job.rank)
@@ -208,7 +244,8 @@ class Waits:
     def _join(self) -> None:
         """Add the part of this rank to the incident of a wait that another rank has begun."""
         job = self._job()
-        path = None if job is None else folders.current(self._recording.root, job.uid)
+        found = () if job is None else [folders.current(root, job.uid) for root in self._roots()]
+        path = next(filter(None, found), None)
         if path is not None and path != self._joined and any(path.glob("hang-*.json")):
             with suppress(FileNotFoundError):  # it was removed meanwhile
                 self._add_parts(path)
@@ -226,7 +263,9 @@ class Waits:
         for info in ranks.values():
             write_part(path, "hang", info, "the job waits", None, for_s=for_s)
 
-    def _conclude(self, folder: folders.Folder, job: GroupInfo, confirmed: set[object]) -> None:
+    def _conclude(
+        self, folder: folders.Folder, job: GroupInfo, confirmed: set[object], why: str = ""
+    ) -> None:
         """Write the diagnosis of all parts; remove the folder if nothing is the matter."""
         from observability.incidents.evidence import write_answers
         from observability.incidents.reading import Incident
@@ -243,13 +282,28 @@ class Waits:
                 self._recording.forget()
             return
         self._tell(found)  # first, as the disk may be full
-        write_answers(folder.path, answers, found, global_rank(job), 0.0)
-        self._recording.note(folder)
+        try:
+            write_answers(folder.path, answers, found, global_rank(job), 0.0)
+        except OSError as error:
+            why = folders.unwritable(folder.path.parent, error)
+        if why:
+            log.warning(why)
+        if self._stays(folder.path):
+            self._recording.note(folder)
+        else:
+            _remove_parts(folder.path)
 
     @staticmethod
     def _tell(found: Diagnosis) -> None:
         extra = {"verdict": found.summary, "culprits": list(found.culprits)}
         log.warning("the job waits: %s", found.summary, extra=extra)
+
+
+def _remove_parts(folder: Path) -> None:
+    """Leave only the verdict, which the other ranks of the host may not have read yet."""
+    for path in folder.iterdir():
+        if path.name not in (folders.HEAD, VERDICT):
+            path.unlink(missing_ok=True)
 
 
 def _is_in_library() -> bool:

@@ -134,9 +134,11 @@ def test_a_rank_that_waits_for_nothing_joins(tmp_path: Path) -> None:
 
 def test_a_failure_before_the_verdict_tells_the_path_last(tmp_path: Path, capsys: Any) -> None:
     class Told(WaitEnds):
-        def _conclude(self, folder: folders.Folder, job: GroupInfo, confirmed: set[object]) -> None:
+        def _conclude(
+            self, folder: folders.Folder, job: GroupInfo, confirmed: set[object], why: str = ""
+        ) -> None:
             self._recording.last_words(ValueError("a bad batch"))
-            super()._conclude(folder, job, confirmed)
+            super()._conclude(folder, job, confirmed, why)
 
     recording = rank_1_looks(tmp_path, look_twice, Told)
     assert re.search(r"dist2: incident: \S+, read it with: dist2 why \S+$", capsys.readouterr().err.strip())
@@ -195,6 +197,52 @@ def test_a_disk_that_is_full_does_not_end_the_looks(tmp_path: Path, monkeypatch:
         waits.stop()
         wait_for(lambda: "dist2-waits" not in {thread.name for thread in threading.enumerate()})
     assert "No space left on device" in str(records)
+
+
+def test_a_wait_is_explained_though_no_incident_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    full, passing = tmp_path / "full", tmp_path / "waits"
+    monkeypatch.setattr(folders, "passing", lambda: [tmp_path / "file" / "waits", passing])
+    add = Waits._add_parts
+
+    def add_parts(waits: Waits, path: Path) -> None:
+        if path.parent == full:
+            raise OSError(28, "No space left on device")
+        add(waits, path)
+
+    monkeypatch.setattr(Waits, "_add_parts", add_parts)
+    with logged() as records:
+        recording = rank_1_looks(full, look_twice)
+    told = [event for each in records if "incident" in (event := each["event"]) or "the job waits" in event]
+    assert len(told) == 2, told
+    assert told[0].startswith("the job waits: rank 1 ")
+    assert told[1].startswith(f"no incident can be written to {full}: No space left on device; set DIST2_INC")
+    assert recording.latest is None
+    (left,) = passing.glob("2*")
+    assert {path.name for path in left.iterdir()} == {folders.HEAD, waits_module.VERDICT}
+
+
+def test_the_verdict_is_told_though_the_disk_is_full_by_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = folders.write
+
+    def fails(path: Path, data: bytes | str) -> None:
+        if path.name == waits_module.VERDICT:
+            raise OSError(28, "No space left on device")
+        write(path, data)
+
+    monkeypatch.setattr(folders, "write", fails)
+    with logged() as records:
+        rank_1_looks(tmp_path, look_twice)
+    told = [event for each in records if "incident" in (event := each["event"]) or "the job waits" in event]
+    assert [each.partition(":")[0] for each in told] == [
+        "the job waits",
+        f"no incident can be written to {tmp_path}",
+        "incident",
+    ], told
 
 
 WAITING = """
@@ -302,6 +350,38 @@ def test_the_policy_ends_a_wait_in_the_first_new_group(
     assert f"GroupAbortedError: DIST2_ON_HANG={policy}, as the job waited: ranks " in ended.errors
     assert ended.errors.splitlines()[-1].startswith(f"incident: {folder}, ")
     assert {path.name for path in folder.glob("hang-*")} == {f"hang-{r}.json" for r in range(3) if r != late}
+
+
+FOREVER = """
+import os, threading
+from pathlib import Path
+import dist2
+
+here = Path(__file__).parent
+(here / f"started-{os.environ['RANK']}").touch()
+while len(list(here.glob("started-*"))) < 3:
+    threading.Event().wait(0.01)
+if os.environ["RANK"] == "2":
+    threading.Event().wait()
+dist2.new_group("socket", 60, name="training")
+"""
+
+
+@pytest.mark.parametrize(("policy", "code"), [("abort", 1), ("exit", EXIT_CODE)])
+def test_the_policy_holds_where_no_incidents_are_wanted(policy: str, code: int, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FOREVER)
+    warm_executable()
+    variables = {"DIST2_INCIDENTS": "0", "DIST2_ON_HANG": policy, "DIST2_WAITING": "0.5"}
+    variables["TMPDIR"] = str(tmp_path)
+    ended = run([*warm_python(), CHILDREN, "-m", "dist2.run", "-n", "3", script], variables=variables)
+    assert ended.code == code, ended
+    words = (
+        f"GroupAbortedError: DIST2_ON_HANG={policy}, as the job waited: ranks 0, 1 are in dist2's new_group"
+    )
+    assert words in ended.errors, ended
+    assert "incident" not in ended.errors, ended
+    assert not list(tmp_path.rglob("hang-*"))
 
 
 NEVER = """

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import tempfile
 import threading
 import time
+import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -116,6 +118,16 @@ def test_parts_meet_though_the_clock_was_set_back(tmp_path: Path, monkeypatch: p
     assert after.is_new
     assert after.path != before
     assert folders.joined(tmp_path, "a1b2", "job") == folders.Folder(after.path, is_new=False)
+
+
+def test_incidents_take_a_part_of_a_small_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(total=80_000))
+    first, second = (folders.joined(tmp_path, job, "x").path for job in ("job0", "job1"))
+    folders.write(first / "part.json", "x" * 10_000)
+    third = folders.joined(tmp_path, "job2", "x").path
+    assert [first.exists(), second.exists(), third.exists()] == [False, True, True]
 
 
 def test_old_incidents_are_removed_and_other_folders_stay(

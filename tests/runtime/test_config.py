@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import attrs
@@ -11,7 +12,7 @@ from support.captured_logs import logged
 import dist2
 from dist2.backends.socket.tuning import Tuning
 from dist2.errors import InvalidUsageError
-from dist2.runtime.config import VARIABLES, Config
+from dist2.runtime.config import MEMORY, VARIABLES, Config, temporary_folder
 
 FLAGS = (
     "DIST2_CROSS_MEMORY",
@@ -107,3 +108,13 @@ def test_variables_that_belong_together_or_exclude_each_other(
     file.chmod(0o600)
     with pytest.raises(InvalidUsageError, match=said):
         Config.from_environment(dict.fromkeys(names, str(file)))
+
+
+def test_temporary_files_are_in_memory_where_no_disk_can_be_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert temporary_folder() == str(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list[str])
+    assert temporary_folder() == MEMORY
