@@ -12,6 +12,7 @@ from typing import Any
 
 import attrs
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len, set_cell_size
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -36,6 +37,10 @@ STYLES = {
 ORDER = {state: place for place, state in enumerate(STYLES)}
 COLUMNS = ("rank", "state", "group", "last operation", "in flight", "age", "missing", "step")
 NUMBERS = ("ops/s", "payload", "bus")
+LEFT_OUT = ("bus", "payload", "step", "ops/s", "last operation", "group")
+"""Columns that a narrow terminal leaves out, in this order: the ranks in trouble stay legible."""
+BETWEEN = 3
+"""Spaces between two columns."""
 
 
 @attrs.frozen
@@ -58,11 +63,12 @@ class Frame:
     trouble: str = ""
     age_s: float = 0.0
 
-    def render(self, most_rows: int | None = None) -> RenderableType:
+    def render(self, most_rows: int | None = None, width: int | None = None) -> RenderableType:
         """Return the frame.
 
         Args:
             most_rows: Number of rows of the table of ranks, of ranks in trouble first; all rows by default.
+            width: Width of the terminal; unlimited by default.
         """
         parts: list[RenderableType] = [self._title()]
         if self.trouble:
@@ -75,7 +81,7 @@ class Frame:
                 parts.append(_text(f"  and {hidden} more: dist2 why {self.base}"))
             if self.job.get("slow_step"):
                 parts.append(_banner(f"Slow: {self.job['slow_step']}", "yellow"))
-            parts.append(self._ranks(most_rows))
+            parts.append(self._ranks(most_rows, width))
             parts.extend(self._stragglers())
         return Group(*parts)
 
@@ -90,20 +96,18 @@ class Frame:
             title.append(condition, style=style)
         return title
 
-    def _ranks(self, most_rows: int | None) -> RenderableType:
+    def _ranks(self, most_rows: int | None, width: int | None) -> RenderableType:
         assert self.job is not None
         rows = sorted(_rows(self.job, self.before), key=lambda row: (ORDER[row.state], row.rank))
         left_out = 0 if most_rows is None else len(rows) - most_rows
         table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-        for name in COLUMNS:
-            right = name in ("rank", "age", "step")
-            table.add_column(
-                name, justify="right" if right else "left", no_wrap=True, ratio=None if right else 1
-            )
-        for name in NUMBERS:
-            table.add_column(name, justify="right", no_wrap=True)
-        for row in rows[:most_rows]:
-            table.add_row(*row.cells(), style=STYLES[row.state])
+        cells = [row.cells() for row in rows[:most_rows]]
+        names = _fitting(cells, width)
+        for name in names:
+            right = name in ("rank", "age", "step", *NUMBERS)
+            table.add_column(name, justify="right" if right else "left", no_wrap=True)
+        for row, each in zip(rows, cells, strict=False):
+            table.add_row(*(_text(each[name]) for name in names), style=STYLES[row.state])
         shown = Padding(table, (1, 0, 0, 0))
         if left_out <= 0:
             return shown
@@ -162,8 +166,8 @@ class Row:
     payload: float | None = None
     bus: float | None = None
 
-    def cells(self) -> list[RenderableType]:
-        """Return the cells of the table."""
+    def cells(self) -> dict[str, str]:
+        """Return the cells of the table by column."""
         age = "" if self.age_s is None else f"{self.age_s:.1f} s"
         words = (
             str(self.rank),
@@ -176,7 +180,37 @@ class Row:
             self.step,
         )
         operations = "-" if self.operations is None else f"{self.operations:,.0f}"
-        return [*map(_text, words), operations, rate_text(self.payload), rate_text(self.bus)]
+        numbers = operations, rate_text(self.payload), rate_text(self.bus)
+        return dict(zip((*COLUMNS, *NUMBERS), (*words, *numbers), strict=True))
+
+
+def _fitting(cells: list[dict[str, str]], width: int | None) -> list[str]:
+    """Return the columns that fit into a width; cut the reasons of silent ranks to what fits."""
+    elastic = "last operation"
+    spoken = [each for each in cells if each["state"] != "silent"]
+    widths = {
+        name: max(map(cell_len, [name, *(each[name] for each in (spoken if name == elastic else cells))]))
+        for name in (*COLUMNS, *NUMBERS)
+    }
+    if width is None:
+        return list(widths)
+    has_silent = len(spoken) < len(cells)
+    for name in LEFT_OUT:
+        if _total(widths) <= width:
+            break
+        if name != elastic or not has_silent:
+            del widths[name]
+    if _total(widths) > width:
+        widths.pop(elastic, None)
+    if elastic in widths:
+        room = max(width - _total(widths) + widths[elastic], 0)
+        for each in cells:
+            each[elastic] = set_cell_size(each[elastic], min(room, cell_len(each[elastic])))
+    return list(widths)
+
+
+def _total(widths: Mapping[str, int]) -> int:
+    return sum(widths.values()) + BETWEEN * (len(widths) - 1)
 
 
 def _rows(job: Document, before: Document | None) -> Iterator[Row]:

@@ -156,7 +156,7 @@ def _print_once(feed: JobFeed, interval_s: float) -> None:
     width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns  # COLUMNS, if that is set
     plain = Console(width=width, color_system=None, force_terminal=False, legacy_windows=False)
     with plain.capture() as captured:
-        plain.print(feed.frame().render())
+        plain.print(feed.frame().render(width=width))
     click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
@@ -184,7 +184,8 @@ def _show(feed: JobFeed, interval_s: float) -> None:
                 current = feed.requests, console.size, int(time.monotonic() / REFRESH_S)
                 if current != shown:
                     shown = current
-                    live.update(feed.frame().render(max(3, console.height - LINES_BESIDE)), refresh=True)
+                    rows = max(3, console.height - LINES_BESIDE)
+                    live.update(feed.frame().render(rows, console.width), refresh=True)
     finally:
         ends.set()
 

@@ -48,7 +48,7 @@ TOKEN = "a-token-for-tests"
 def text_of(frame: Frame, most_rows: int | None = None, width: int = WIDTH) -> str:
     console = Console(width=width, color_system=None)
     with console.capture() as captured:
-        console.print(frame.render(most_rows))
+        console.print(frame.render(most_rows, width))
     return captured.get()
 
 
@@ -76,6 +76,25 @@ def job(*ranks: dict[str, Any], **fields: Any) -> dict[str, Any]:
     answered = sum(each["state"] != "silent" for each in ranks)
     whole = {"world_size": len(ranks), "answered": answered, "verdict": [], "waiting": []}
     return {**whole, "ranks": list(ranks), **fields}
+
+
+@pytest.mark.parametrize("width", [150, 110, 80, 60, 50])
+def test_a_narrow_terminal_leaves_out_columns_and_cuts_reasons(width: int) -> None:
+    reason = "its control plane is gone: " + 20 * "why "
+    silent = {"rank": 0, "state": "silent", "url": None, "silence": reason}
+    step = {"number": 5, "step_s": 0.5, "groups": {}}
+    late = rank(10, 1.0, 5, 100, state="waited for", steps=[{"latest": [step]}])
+    whole = job(silent, late, rank(11, 1.0, 5, 100, state="waiting"))
+    lines = text_of(Frame("http://x", whole), width=width).splitlines()
+    (head,) = [line for line in lines if line.lstrip().startswith("rank")]
+    rows = {line.split()[0]: line for line in lines if line.lstrip()[:2] in ("0 ", "10", "11")}
+    assert head.split()[:2] == ["rank", "state"]
+    assert rows["10"].split()[1:3] == ["waited", "for"]
+    assert rows["0"].split()[1] == "silent"
+    assert ("its control" in rows["0"]) == (width >= 80)
+    assert all("\N{HORIZONTAL ELLIPSIS}" not in line for line in (head, *rows.values()))
+    assert ("bus" in head, "ops/s" in head) == (width >= 150, width >= 80)
+    assert all(len(line) <= width for line in lines)
 
 
 def row_of(frame: Frame, number: int) -> str:
