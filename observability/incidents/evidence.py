@@ -43,6 +43,7 @@ from observability.job.diagnosis import Diagnosis
 from observability.job.documents import job_document, stack_rows
 from observability.job.stacks import MAX_FRAMES, kernel_view, look_at_pid, stacks
 from observability.job.state import HISTORY, Witness
+from observability.job.workers import told_workers
 from observability.tracing import timeline_of
 
 TRACE_S = 60.0
@@ -137,6 +138,8 @@ def part_of(
     state = witness.state(HISTORY)
     state["threads"] = stacks()
     state["main"]["for_s"] = for_s
+    if error is None and not state["in_flight"]:  # the job waits, perhaps for this rank
+        state["main"]["workers"] = told_workers(witness.thread_id)
     if (
         error is not None
         and state["main"]["library"] in ("observability", "dist2")

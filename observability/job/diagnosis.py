@@ -443,6 +443,8 @@ class _Diagnostician:
             parts.append(f"its main thread is in {main['inside']}, called at {main['place']}")
         if main["place"] and not (main["inside"] and not awaited):
             parts.append(f"its main thread is at {main['place']}")
+        if main.get("workers"):
+            parts.append(main["workers"])
         if main["exception"]:
             parts.append(f"it is handling {main['exception']}")
         if state["failures"]:

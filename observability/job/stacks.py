@@ -222,9 +222,14 @@ def _stands(view: View) -> str:
     frames = next((each["frames"] for each in view.threads if each["main"]), None)
     if not frames:
         return view.position
-    libraries = (*_PYTHONS, *_OURS, "<")
-    frame = next((each for each in frames if not each["file"].startswith(libraries)), frames[0])
+    frame = of_the_program_in(frames) or frames[0]
     return f"its main thread is at {Path(frame['file']).name}:{frame['line']} in {frame['name']}"
+
+
+def of_the_program_in(frames: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the innermost frame of another process that is of its program; None if there is none."""
+    libraries = (*_PYTHONS, *_OURS, "<")
+    return next((each for each in frames if not each["file"].startswith(libraries)), None)
 
 
 def kernel_view(pid: int) -> Outside:

@@ -23,6 +23,7 @@ from observability.job.answer import State
 from observability.job.messages import counts_of
 from observability.job.rank_text import rank_text
 from observability.job.stacks import awaited_of, position
+from observability.job.workers import AFTER_S, Workers
 from observability.metrics import Metrics
 from observability.steps import steps
 
@@ -73,6 +74,7 @@ class Witness:
     info: Callable[[], GroupInfo | None]
     process: Process
     _stay: _Stay = attrs.field(factory=_Stay, init=False)
+    _workers: Workers = attrs.field(factory=Workers, init=False)
 
     def in_flight(self) -> list[Operation]:
         """Return the operations of this rank that have begun and not ended, oldest first."""
@@ -107,6 +109,8 @@ class Witness:
             each for each in self.metrics.statuses.groups() if rank is None or global_rank(each.info) == rank
         ][:MAX_GROUPS]
         in_flight, main = self.in_flight(), self.look()
+        if main["for_s"] >= AFTER_S and not in_flight:
+            main["workers"] = self._workers.told(self.thread_id)
         told = in_flight[:MAX_IN_FLIGHT]
         awaited = awaited_of(told) if any(each.is_async for each in told) else set()
         groups = _groups(statuses, self.recorder, history, now_ns)

@@ -91,6 +91,15 @@ def test_the_sentence_about_a_culprit_says_which_ranks_are_in_which_operation() 
     assert "of group group-h for 10.0 s: " in told
 
 
+def test_the_verdict_has_the_worker_behind_the_line_of_the_main_thread() -> None:
+    late = rank(6)
+    assert late.state is not None
+    worker = "its worker process 7 is at data.py:3 in read (by py-spy)"
+    late.state["main"]["workers"] = worker
+    found = diagnose({0: rank(7, operation(7)), 1: rank(7, operation(7)), 2: late}, 0.0)
+    assert found.verdict[0].endswith(f"its main thread is at job.py:99 in load; {worker}")
+
+
 def test_a_rank_with_another_rank_in_its_group_is_told_with_both() -> None:
     waiting = operation(5)
     late = rank(4, ranks="1-2", host="a", pid=4711)
