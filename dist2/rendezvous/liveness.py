@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -43,13 +44,15 @@ from dist2.rendezvous.requests import (
 from dist2.runtime.deadline import Deadline
 from dist2.runtime.other_process import Process, has_ended, how_ended
 from dist2.runtime.rank_names import RANKS, RankNames
-from dist2.store.base import wait_timed_out
+from dist2.store.base import limit_of, wait_timed_out
 from dist2.store.prefix import PrefixStore
 from dist2.store.text import as_name
 from dist2.store.waiting import arrive
 
 _READS = 16
 """Number of keys of missing ranks that are read at a time: thousands would keep the store busy."""
+_LAST_WORDS = timedelta(seconds=1)
+"""Limit of each request by which a rank tells why a group cannot be built, if the store seems to be lost."""
 _LOOK_S = 0.2
 """Interval between a rank's queries for failures, in seconds: 64 ranks query equally often."""
 
@@ -216,6 +219,8 @@ class FailureWatch(PrefixStore):
         self._cannot = f"{group} cannot be built"
         self._over = False
         self._parts = PrefixStore(prefix, store)
+        # Elsewhere other threads may use the store, with its limit.
+        self._is_own: bool = roll is not None or (isinstance(store, FailureWatch) and store._is_own)
         self.building = Building(rank, world_size, name, part=self._parts)
         self._roll = roll or LivenessMonitor(self._parts, rank, world_size, names=names)
         self.request = JoinRequest(Process.here(), asked or {})
@@ -232,6 +237,8 @@ class FailureWatch(PrefixStore):
         self.building.__exit__()
         if error is None:
             return
+        if isinstance(error, (StoreConnectionError, StoreTimeoutError)):
+            self._hurry()
         missing = self._missing() if isinstance(error, StoreTimeoutError) else None
         error = missing or error
         if isinstance(error, PeerLostError) and error.ranks:  # the backend may have seen it first
@@ -267,7 +274,17 @@ class FailureWatch(PrefixStore):
         with suppress(RuntimeError):  # the store itself may have failed
             publish_failure(self._parts, verdict)
 
-    def _look(self, keys: tuple[bytes, ...]) -> None:
+    def _bound(self, deadline: Deadline) -> None:
+        """Have a store that does not answer, as its server is stopped, take little longer than is left."""
+        if self._is_own:
+            self._parts.set_timeout(limit_of(deadline.stretched()))
+
+    def _hurry(self) -> None:
+        """Have the last requests to a store that seems to be lost take little time."""
+        if self._is_own:
+            self.set_timeout(min(self.timeout, _LAST_WORDS) or _LAST_WORDS)
+
+    def _look(self, keys: tuple[bytes, ...], deadline: Deadline) -> None:
         """Raise if a rank has failed or died, and has not set these keys before that.
 
         Raises:
@@ -275,6 +292,7 @@ class FailureWatch(PrefixStore):
             Dist2Error: That of `abort_building`.
         """
         self.building.check()
+        self._bound(deadline)
         dead = self._roll.dead()
         found = None if dead is None else Verdict(Outcome.LOST, dead[1], (dead[0],))
         if self._parts.check([GO]):  # a dead rank may have published its reason
@@ -288,7 +306,17 @@ class FailureWatch(PrefixStore):
     def _wait(self, keys: tuple[bytes, ...], deadline: Deadline) -> None:
         if self._over:
             super()._wait(keys, deadline)
-        elif not arrive(self._parts, list(map(as_name, keys)), deadline, partial(self._look, keys), _LOOK_S):
+            return
+        limit = self.timeout
+        look = partial(self._look, keys, deadline)
+        try:
+            came = arrive(self._parts, list(map(as_name, keys)), deadline, look, _LOOK_S)
+        except (StoreConnectionError, StoreTimeoutError):
+            self._hurry()
+            raise
+        if self._is_own:  # the server answers
+            self.set_timeout(limit)
+        if not came:
             raise wait_timed_out(keys, deadline)
 
     def _get(self, key: bytes, deadline: Deadline) -> bytes:

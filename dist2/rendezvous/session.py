@@ -79,6 +79,7 @@ _TELL_S = 2.0
 _TELL_LATE_S = 0.5
 """The same after its limit: ranks that are not stopped learn of it within a millisecond."""
 _GAVE_UP = "rank 0 gave up: "
+_ANNOUNCED = "rank 0 has announced itself"
 """Begin of the reason to wait when rank 0's deadline has passed: another rank 0 may be started."""
 
 
@@ -300,12 +301,12 @@ class RendezvousSession:
         return store, self._follow(store, deadline)
 
     def _follow(self, store: Store, deadline: Deadline) -> str:
-        obstacle = _obstacle("rank 0 did not arrive", 0)
+        obstacle = absent = _obstacle("rank 0 did not arrive", 0)
         closed: type[RendezvousError] = _ClosedEarlyError
         while True:
             try:
                 generation = self._announced(store, deadline, obstacle)
-                closed = RendezvousError
+                closed, obstacle = RendezvousError, obstacle if obstacle != absent else _obstacle(_ANNOUNCED)
                 found = self._register(part_of(store, generation), generation, deadline)
             except StoreConnectionError as error:
                 words = f"{obstacle.words}; then: {error}"
@@ -336,17 +337,16 @@ class RendezvousSession:
         leader = request_of(part, 0)
         if leader is not None and leader.process.is_another_here:
             self._leader = leader
+        if leader is not None and self._endpoint.ends_with_rank_0:
+            part.note_server(f"rank 0 ({leader.process.place})")
         holder = part.compare_set(rank_key(self._rank), "", mine)
         if holder != mine.encode():
             return self._taken(part, JoinRequest.read(holder), leader, deadline)
         if not was_decided:
             self._in_time_for = generation
-        if leader is not None:
-            if self._endpoint.ends_with_rank_0:
-                part.note_server(f"rank 0 ({leader.process.place})")
-            if leader.asked != self._request.asked:
-                # Rank 0 may not read the request of a rank as high as this one.
-                decide(part, _sizes(leader, self._request, self._rank))
+        if leader is not None and leader.asked != self._request.asked:
+            # Rank 0 may not read the request of a rank as high as this one.
+            decide(part, _sizes(leader, self._request, self._rank))
         if not arrive(part, [GO], deadline.soon(_LOOK_AGAIN_S)):
             # A leader never seen alive may be of an earlier run, and this run's rank 0 may still arrive.
             if leader is not None and leader == self._leader and leader.process.has_ended:

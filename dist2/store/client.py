@@ -18,7 +18,14 @@ import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
-from dist2.errors import Dist2Error, StoreConnectionError, StoreError, StoreTimeoutError, WireError
+from dist2.errors import (
+    Dist2Error,
+    StoreConnectionError,
+    StoreConnectTimeoutError,
+    StoreError,
+    StoreTimeoutError,
+    WireError,
+)
 from dist2.runtime.config import DEFAULT_HEARTBEAT_S
 from dist2.runtime.deadline import Deadline
 from dist2.runtime.threads import lock_with_timeout
@@ -186,6 +193,10 @@ class StoreClient:
             if connection is not None:
                 self._broke = True
                 connection.close()
+            if isinstance(error, StoreConnectTimeoutError) or (
+                connection is not None and isinstance(error, StoreTimeoutError)
+            ):
+                self._name_server(error, request)
             self._note(error, request, deadline)
             raise
         finally:
@@ -224,6 +235,11 @@ class StoreClient:
             if self.server:
                 self._unusable = StoreConnectionError(f"the store of {self.server} is gone: {error}")
                 raise self._refusal() from error
+
+    def _name_server(self, error: BaseException, request: Request) -> None:
+        """Say whose store does not answer; a wait for keys is answered once they are set."""
+        if self.server and request.query is not Query.WAIT:
+            error.args = (f"{error}; the store of {self.server} does not answer: is it stopped?",)
 
     def _check_counter(self, request: Request, deadline: Deadline) -> None:
         """Refuse an addition that no server takes: the protocol has no answer for it but the end."""

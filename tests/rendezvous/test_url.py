@@ -273,11 +273,47 @@ def test_a_stopped_rank_0_holds_nobody_up_beyond_the_limit() -> None:
         exit_code(child)
     assert isinstance(error, RendezvousTimeoutError)
     under_way, later = (
-        r"compare_set timeout after \d+ms",
+        rf"compare_set timeout after \d+ms .*; the store of rank 0 \(.*pid {child}\) does not answer",
         rf"rank 0 \(.*pid {child}\) .*is stopped, or is gone; ",
     )
     assert re.search(f"{under_way}|{later}", str(error)), error
+    assert "did not arrive" not in str(error)
     in_time(took_s, 1.5 * limit_s)
+
+
+def test_a_rank_0_that_is_stopped_after_the_meeting_is_named_soon_after_the_limit() -> None:
+    """Each of the requests that follow used to wait for the whole limit."""
+    port, limit_s = unused_port(), 2.0
+    url = f"tcp://127.0.0.1:{port}"
+
+    def leads() -> int:
+        joined = dist2.new_group("socket", 60, init_method=url, rank=0, world_size=3)
+        return int(joined is None)
+
+    def meets() -> int:
+        rendezvous(url, 2, 3, timeout=60)
+        time.sleep(60)
+        return 0
+
+    children = [forked(leads), forked(meets)]
+    try:
+        store = dist2.TCPStore("127.0.0.1", port, timeout=30)
+        leader = store.get("dist2/leader").decode()
+        with ThreadPoolExecutor(1) as pool:
+            group = {"init_method": url, "rank": 1, "world_size": 3}
+            waiting = pool.submit(dist2.new_group, "socket", limit_s, **group)
+            store.wait([f"dist2/{leader}/1/dist2/1/rank/{rank}" for rank in range(2)])
+            os.kill(children[0], signal.SIGSTOP)
+            begun_s = time.monotonic()
+            error = waiting.exception()
+            took_s = time.monotonic() - begun_s
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            exit_code(child)
+    assert isinstance(error, dist2.StoreError), error
+    assert f"pid {children[0]}) does not answer: is it stopped?" in str(error)
+    in_time(took_s, 1.2 * limit_s + 4)
 
 
 def test_world_sizes_that_differ_are_told_to_all(url: str) -> None:
