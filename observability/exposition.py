@@ -61,8 +61,9 @@ class MetricsCollector(Collector):
         series = self._metrics.series()
         in_flight = self._metrics.in_flight()
         groups = self._metrics.statuses.open_groups()
-        yield from _totals(series)
-        yield _durations(series)
+        labelled = [(_labels(each), each) for each in series]
+        yield from _totals(labelled)
+        yield _durations(labelled)
         yield _errors(self._metrics)
         yield from _in_flight(self._metrics, groups, in_flight)
         yield from _of_open_groups(self._metrics, list(self._groups()))
@@ -90,6 +91,10 @@ def registry_of(
     return registry
 
 
+Labelled = tuple[tuple[str, ...], Series]
+"""The values of the labels of a series, and the series."""
+
+
 def _labels(series: Series) -> tuple[str, ...]:
     key = series.key
     return key.op, key.group, key.backend, str(key.rank), str(key.world_size), size_label(key.size)
@@ -109,7 +114,7 @@ def bus_share(op: str, world_size: int) -> float:
     return others if op in PAIRWISE_SHARE else 1.0
 
 
-def _totals(all_series: list[Series]) -> Iterator[Family]:
+def _totals(labelled: list[Labelled]) -> Iterator[Family]:
     ended = Family(
         "dist2_operations", "counter", "Operations that ended, successful or failed.", SERIES_LABELS
     )
@@ -128,8 +133,7 @@ def _totals(all_series: list[Series]) -> Iterator[Family]:
         "The longest successful operation of the last five minutes; 0 with none.",
         SERIES_LABELS,
     )
-    for series in all_series:
-        labels = _labels(series)
+    for labels, series in labelled:
         ended.add(labels, series.succeeded + series.failed)
         nbytes.add(labels, series.nbytes)
         bus.add(labels, series.nbytes * bus_share(series.key.op, series.key.world_size))
@@ -146,7 +150,7 @@ def bucket_counts(durations: tuple[int, ...]) -> list[int]:
     return [sum(durations[:first]), *durations[first:last], sum(durations[last:DURATIONS])]
 
 
-def _durations(all_series: list[Series]) -> Family:
+def _durations(labelled: list[Labelled]) -> Family:
     family = Family(
         "dist2_operation_duration_seconds",
         "histogram",
@@ -154,8 +158,8 @@ def _durations(all_series: list[Series]) -> Family:
         SERIES_LABELS,
         BOUNDS,
     )
-    for series in all_series:
-        family.add_histogram(_labels(series), bucket_counts(series.durations), series.total_ns / 1e9)
+    for labels, series in labelled:
+        family.add_histogram(labels, bucket_counts(series.durations), series.total_ns / 1e9)
     return family
 
 

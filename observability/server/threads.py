@@ -15,7 +15,8 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-GZIP_LEVEL = 4
+GZIP_LEVEL = 3
+"""Metrics take half of the time of level 4, and become no larger."""
 
 
 def on_thread(function: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
