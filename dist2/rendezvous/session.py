@@ -20,10 +20,12 @@ import errno
 import hashlib
 import logging
 import secrets
+import socket
 import threading
 import time
 from contextlib import closing, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Protocol
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -34,6 +36,7 @@ from dist2.errors import (
     GroupAbortedError,
     RendezvousError,
     StoreConnectionError,
+    StoreConnectTimeoutError,
     StoreError,
     WireError,
 )
@@ -78,6 +81,8 @@ _TELL_S = 2.0
 """Time that a failing rank waits for the others to learn of it, in seconds."""
 _TELL_LATE_S = 0.5
 """The same after its limit: ranks that are not stopped learn of it within a millisecond."""
+_LISTENS_S = 2.0
+"""Interval between two looks whether a call was aborted, while no server listens, in seconds."""
 _GAVE_UP = "rank 0 gave up: "
 _ANNOUNCED = "rank 0 has announced itself"
 """Begin of the reason to wait when rank 0's deadline has passed: another rank 0 may be started."""
@@ -183,7 +188,7 @@ class RendezvousSession:
                 store = None
         if store is None:
             try:
-                store = self._endpoint.open(self._rank, self._world_size, limit_of(deadline))
+                store = self._reached(deadline)
             except StoreConnectionError as error:
                 if self._rank == 0 and _is_taken(error):
                     self._object_to_host(error)
@@ -192,6 +197,22 @@ class RendezvousSession:
             if self._generation is not None and not part_of(store, self._generation).check([GO]):
                 self._generation = None
         return store
+
+    def _reached(self, deadline: Deadline) -> Store:
+        """Return the store, once its server listens; look again and again whether this call was aborted."""
+        reach = partial(self._endpoint.open, self._rank, self._world_size)
+        while self._rank > 0:
+            self._building.check()
+            soon = deadline.soon(_LISTENS_S)
+            try:
+                return reach(limit_of(soon))
+            except StoreConnectTimeoutError as error:
+                if deadline.passed:
+                    error.args = (f"no store listened within {deadline.timeout_s:g} s: {error}",)
+                    raise
+                if not _is_absent(error):  # it is slow
+                    break
+        return reach(limit_of(deadline))
 
     def _object_to_host(self, error: StoreConnectionError) -> None:
         """Tell another rank 0, if it has the address that this rank 0 finds taken."""
@@ -301,12 +322,13 @@ class RendezvousSession:
         return store, self._follow(store, deadline)
 
     def _follow(self, store: Store, deadline: Deadline) -> str:
-        obstacle = absent = _obstacle("rank 0 did not arrive", 0)
+        obstacle = unannounced = _obstacle("rank 0 did not arrive", 0)
         closed: type[RendezvousError] = _ClosedEarlyError
         while True:
             try:
                 generation = self._announced(store, deadline, obstacle)
-                closed, obstacle = RendezvousError, obstacle if obstacle != absent else _obstacle(_ANNOUNCED)
+                closed = RendezvousError
+                obstacle = _obstacle(_ANNOUNCED) if obstacle == unannounced else obstacle
                 found = self._register(part_of(store, generation), generation, deadline)
             except StoreConnectionError as error:
                 words = f"{obstacle.words}; then: {error}"
@@ -524,3 +546,10 @@ def _joined(endpoint: Endpoint, deadline: Deadline) -> Store:
 def _is_taken(error: StoreConnectionError) -> bool:
     """Whether a server could not listen because another one does."""
     return isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
+
+
+def _is_absent(error: StoreConnectionError) -> bool:
+    """Whether no server listens, or its host has no address yet."""
+    cause = error.__cause__
+    refused = isinstance(cause, OSError) and cause.errno == errno.ECONNREFUSED
+    return refused or isinstance(cause, socket.gaierror)

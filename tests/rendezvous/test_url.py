@@ -34,6 +34,7 @@ from dist2.errors import (
 )
 from dist2.rendezvous import Meeting, register_rendezvous_handler, rendezvous, session
 from dist2.rendezvous import url as url_module
+from dist2.rendezvous.liveness import abort_building
 from dist2.rendezvous.requests import JoinRequest, Outcome, Verdict
 from dist2.rendezvous.url import ServerEndpoint
 from dist2.runtime.deadline import Deadline
@@ -279,6 +280,25 @@ def test_a_stopped_rank_0_holds_nobody_up_beyond_the_limit() -> None:
     assert re.search(f"{under_way}|{later}", str(error)), error
     assert "did not arrive" not in str(error)
     in_time(took_s, 1.5 * limit_s)
+
+
+def test_a_rank_is_aborted_while_no_store_listens() -> None:
+    begun_s = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(rendezvous, f"tcp://127.0.0.1:{unused_port()}", 1, 2, timeout=60)
+        while not abort_building(lambda: dist2.GroupAbortedError("the job waits")):
+            assert time.monotonic() - begun_s < 30
+            time.sleep(0.01)
+        with pytest.raises(dist2.GroupAbortedError, match="the job waits"):
+            waiting.result(timeout=30)
+    in_time(time.monotonic() - begun_s, 5)
+
+
+def test_a_store_that_never_listens_is_told_with_the_whole_limit() -> None:
+    url = f"tcp://127.0.0.1:{unused_port()}"
+    with pytest.raises(RendezvousTimeoutError, match=r"no store listened within 2.5 s: .*refused") as raised:
+        rendezvous(url, 1, 2, timeout=2.5)
+    assert list(raised.value.missing) == [0]
 
 
 def test_a_rank_0_that_is_stopped_after_the_meeting_is_named_soon_after_the_limit() -> None:
