@@ -18,6 +18,7 @@ from typing import TypeVar
 import attrs
 
 from dist2.errors import InvalidUsageError
+from dist2.runtime.process import started_in
 from dist2.runtime.secret import Secret, read_secret
 
 _T = TypeVar("_T")
@@ -149,10 +150,10 @@ class Config:
             recorder_size=int(
                 min(max(_positive(environment, "DIST2_RECORDER_SIZE", DEFAULT_RECORDER_SIZE), 1), 1 << 20)
             ),
-            dump=get("DIST2_DUMP"),
+            dump=_absolute(get("DIST2_DUMP")),
             dump_signal=_signal(environment, "DIST2_DUMP_SIGNAL"),
             dump_every_s=_positive(environment, "DIST2_DUMP_EVERY", None),
-            operation_log=get("DIST2_OPERATION_LOG"),
+            operation_log=_absolute(get("DIST2_OPERATION_LOG")),
             operation_log_bytes=int(
                 max(_positive(environment, "DIST2_OPERATION_LOG_BYTES", DEFAULT_LOG_BYTES), LEAST_LOG_BYTES)
             ),
@@ -275,14 +276,19 @@ def _control_plane(environment: Mapping[str, str]) -> str | None:
     text = environment.get("DIST2_CONTROL_PLANE", "0")
     if text.lower() in _FLAGS:
         return LOOPBACK if _FLAGS[text.lower()] else None
-    return text
+    return _absolute(text) if "/" in text else text
+
+
+def _absolute(text: str | None) -> str | None:
+    """Return a path that stays the same where the program changes its directory; None for none."""
+    return None if text is None else os.path.join(started_in, text)
 
 
 def _incidents(environment: Mapping[str, str]) -> str | None:
     text = environment.get("DIST2_INCIDENTS", "1")
     if text.lower() in _FLAGS:
         return None if _FLAGS[text.lower()] else "0"
-    return text
+    return _absolute(text)
 
 
 def temporary_folder() -> str:

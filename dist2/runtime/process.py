@@ -29,6 +29,17 @@ from dist2.runtime.threads import start_no_more
 Hook = TypeVar("Hook", bound=Callable[[], None])
 
 
+def _here() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed
+        return "/"
+
+
+started_in = _here()
+"""The directory in which the process imported the library: programs change it, each rank to one of its own."""
+
+
 class AtExit(IntEnum):
     """The steps at exit, in their order."""
 

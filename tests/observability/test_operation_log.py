@@ -150,7 +150,7 @@ def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
 def test_the_settings_of_the_environment() -> None:
     assert Config.from_environment({}).operation_log is None
     config = Config.from_environment({"DIST2_OPERATION_LOG": "ops", "DIST2_OPERATION_LOG_BYTES": "5"})
-    assert (config.operation_log, config.operation_log_bytes) == ("ops", LEAST_LOG_BYTES)
+    assert (config.operation_log, config.operation_log_bytes) == (str(Path.cwd() / "ops"), LEAST_LOG_BYTES)
 
 
 PROGRAM = """

@@ -118,3 +118,19 @@ def test_temporary_files_are_in_memory_where_no_disk_can_be_written_to(
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list[str])
     assert temporary_folder() == MEMORY
+
+
+def test_relative_folders_stay_where_the_program_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program may change its directory, each rank to one of its own: the ranks would not meet."""
+    began = Path.cwd()
+    monkeypatch.chdir(tmp_path)
+    told = {"DIST2_INCIDENTS": "inc", "DIST2_DUMP": "d/{rank}", "DIST2_OPERATION_LOG": "/ops"}
+    config = Config.from_environment({**told, "DIST2_CONTROL_PLANE": "./sockets"})
+    assert config.incidents == str(began / "inc")
+    assert config.dump == str(began / "d/{rank}")
+    assert config.operation_log == "/ops"
+    assert config.control_plane is not None
+    assert Path(config.control_plane) == began / "sockets"
+    assert Config.from_environment({"DIST2_CONTROL_PLANE": "0.0.0.0"}).control_plane == "0.0.0.0"
