@@ -281,7 +281,7 @@ def _control_plane(environment: Mapping[str, str]) -> str | None:
 
 def _absolute(text: str | None) -> str | None:
     """Return a path that stays the same where the program changes its directory; None for none."""
-    return None if text is None else os.path.join(started_in, text)
+    return None if text is None else str(started_in / text)
 
 
 def _incidents(environment: Mapping[str, str]) -> str | None:

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from enum import IntEnum
+from pathlib import Path
 from typing import TypeVar
 
 from dist2.runtime.signals import ctrl_c, holds_no_lock
@@ -29,15 +30,15 @@ from dist2.runtime.threads import start_no_more
 Hook = TypeVar("Hook", bound=Callable[[], None])
 
 
-def _here() -> str:
+def _here() -> Path:
     try:
-        return os.getcwd()
+        return Path.cwd()
     except OSError:  # it was removed
-        return "/"
+        return Path("/")
 
 
 started_in = _here()
-"""The directory in which the process imported the library: programs change it, each rank to one of its own."""
+"""The directory in which the process imported the library: programs change it, ranks perhaps to their own."""
 
 
 class AtExit(IntEnum):
