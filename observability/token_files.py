@@ -22,6 +22,9 @@ import attrs
 from dist2.runtime.config import MEMORY, temporary_folder
 from dist2.runtime.other_process import Process
 
+NAMES = 8
+"""Names of the folder of a user, of which other users may have taken some."""
+
 
 @attrs.frozen
 class Job:
@@ -74,7 +77,16 @@ def in_memory() -> Path:
 
 
 def _of_user(folder: str) -> Path:
-    return Path(folder) / f"dist2-{os.getuid()}"
+    """Return the first of a few names that is this user's, or free: another user may have taken one."""
+    name = f"dist2-{os.getuid()}"
+    paths = [Path(folder) / name, *(Path(folder) / f"{name}.{number}" for number in range(1, NAMES))]
+    mine = (path for path in paths if is_private(path))
+    return next(mine, None) or next((path for path in paths if not os.path.lexists(path)), paths[0])
+
+
+def is_private(folder: Path) -> bool:
+    """Whether a folder is of this user, and gives nobody else access."""
+    return _is_private(folder, stat.S_ISDIR)
 
 
 def write(
@@ -86,7 +98,7 @@ def write(
     text = json.dumps({**content, "beacon": dict(beacon or {})})
     with suppress(OSError):
         folder().mkdir(mode=0o700, exist_ok=True)
-        if _is_private(folder(), stat.S_ISDIR):
+        if is_private(folder()):
             _remove_stale()
             path = _path_of(url)
             # In one step: another process would remove a file that has no content yet as stale.
@@ -107,7 +119,7 @@ def remove(path: Path) -> None:
 
 def token_at(url: str) -> str | None:
     """Return the token of the control plane at a URL, if it runs here and belongs to this user."""
-    if not _is_private(folder(), stat.S_ISDIR):
+    if not is_private(folder()):
         return None
     held = _content_of(_path_of(url))
     return None if held is None else held.token
@@ -115,7 +127,7 @@ def token_at(url: str) -> str | None:
 
 def control_planes() -> list[ControlPlaneFile]:
     """Return the control planes of this user and host whose processes run."""
-    if not _is_private(folder(), stat.S_ISDIR):
+    if not is_private(folder()):
         return []
     found, space = map(_content_of, sorted(folder().glob("*.json"))), Process.here().space
     return [each for each in found if each is not None and each.process.space == space]

@@ -147,6 +147,8 @@ def write(path: Path, data: bytes | str) -> None:
 @contextmanager
 def _locked(root: Path) -> Iterator[None]:
     root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if root.parent == token_files.folder() and not token_files.is_private(root.parent):
+        raise PermissionError(f"others have access to {root.parent}")
     root.mkdir(mode=0o700, exist_ok=True)
     if root.lstat().st_uid != os.getuid():
         raise PermissionError(f"{root} belongs to another user")

@@ -25,11 +25,13 @@ import dist2
 import observability
 from dist2.cli.app import cli
 from dist2.errors import InvalidUsageError
+from dist2.runtime.config import Config
 from dist2.runtime.other_process import Process
 from dist2.security.refusals import refusals
 from observability import token_files
 from observability.commands.control_plane import NO_ANSWER
 from observability.group_status import GroupStatusRegistry
+from observability.incidents import folders
 from observability.metrics import instrument as metrics
 from observability.server import Server, serving
 
@@ -341,10 +343,33 @@ def test_a_token_in_the_query_of_a_url_is_refused(command: str, server: Server) 
     assert server.token not in ended.output
 
 
+def test_a_folder_that_another_user_has_taken_is_left_to_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """All users may make folders in /tmp."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    name = f"dist2-{os.getuid()}"
+    (tmp_path / name).mkdir()
+    (tmp_path / name).chmod(0o777)
+    root = folders.root_of(Config())
+    assert root == tmp_path / f"{name}.1" / "incidents"
+    with observability.start(announce=False) as server:
+        assert CliRunner().invoke(cli, ["why", server.url]).exit_code == 0
+        assert server.url in CliRunner().invoke(cli, ["ps"]).output
+        assert folders.joined(root, "job", "x").path.parent == root
+    assert list((tmp_path / name).iterdir()) == []
+    monkeypatch.setattr(token_files, "NAMES", 1)
+    taken = folders.root_of(Config())
+    assert taken == tmp_path / name / "incidents"
+    with pytest.raises(PermissionError, match="others have access to"):
+        folders.joined(taken, "job", "x")
+
+
 def test_no_token_is_written_where_another_user_may_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(token_files, "NAMES", 1)
     folder = tmp_path / f"dist2-{os.getuid()}"
     folder.mkdir(mode=0o755)
     with observability.start(announce=False) as server:
