@@ -36,6 +36,7 @@ from dist2.launch.meeting import HOST, rank_environment, serve_ranks
 from dist2.runtime.config import child_environment, environment_value, temporary_folder
 from dist2.runtime.deadline import deadline_in, remaining_s
 from dist2.runtime.exit_report import VARIABLE, ExitReport, read_report
+from dist2.runtime.other_process import was_killed_by
 from dist2.runtime.rank_names import rank_names
 
 GRACE_S = 5.0
@@ -280,7 +281,7 @@ def _linger(url: str, seconds: float | None) -> None:
 def _words(code: int, report: ExitReport | None) -> str:
     """Return how a rank ended, in words that follow its name."""
     if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
+        return was_killed_by(-code)
     return f"ended with exit code {code}{'' if report is None else f' ({report.words})'}"
 
 

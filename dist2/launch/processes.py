@@ -33,6 +33,7 @@ from dist2.runtime.arguments import as_int
 from dist2.runtime.config import child_environment
 from dist2.runtime.deadline import FOREVER_NS, deadline_in, remaining_s, seconds
 from dist2.runtime.exit_report import blamed
+from dist2.runtime.other_process import was_killed_by
 from dist2.runtime.rank_names import rank_names
 
 Result = TypeVar("Result")
@@ -203,7 +204,7 @@ class _Rank:
         if self.answer is None and self.connection.poll():
             self.take_answer()
         if self.answer is None:
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            how = was_killed_by(-code) if code < 0 else f"exited with code {code}"
             self.answer = False, (RuntimeError(f"the process {how}"), "")
 
     def kill(self) -> None:

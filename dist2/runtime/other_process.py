@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import select
 import signal
 import socket
@@ -169,11 +170,35 @@ def how_ended(pidfd: int) -> str:
     if status is None:
         return "died"
     if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        with suppress(ValueError):  # a real-time signal has no name
-            return f"was killed by {signal.Signals(number).name}"
-        return f"was killed by signal {number}"
+        return was_killed_by(os.WTERMSIG(status))
     return f"exited with code {os.WEXITSTATUS(status)}"
+
+
+def was_killed_by(number: int) -> str:
+    """Return by which signal a process of this host ended, and whether the kernel may have sent it.
+
+    The kernel's count is of all processes of the host, in containers too.
+    """
+    words = f"was killed by signal {number}"
+    with suppress(ValueError):  # a real-time signal has no name
+        words = f"was killed by {signal.Signals(number).name}"
+    kills = _memory_kills() - _kills_before
+    if number != signal.SIGKILL or kills <= 0:
+        return words
+    many = "a process" if kills == 1 else f"{kills} processes"
+    return f"{words} (the kernel killed {many} of this host for lack of memory since this one began)"
+
+
+def _memory_kills() -> int:
+    """Return how many processes of the host the kernel has killed as memory ran out; 0 if unknown."""
+    try:
+        found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
+
+
+_kills_before = _memory_kills()
 
 
 def _exit_status(pidfd: int) -> int | None:

@@ -82,7 +82,8 @@ Answers = Mapping[int, Answer]
 
 def how_ended(pid: int, answers: Answers) -> str:
     """Return how a process ended, as failures of its peers say it: ``was killed by SIGSEGV``; else empty."""
-    words = re.compile(rf"\b{pid}\b[^;:,]*? (was killed by (?:SIG\w+|signal \d+)|exited with code \d+)")
+    ends = r"was killed by (?:SIG\w+(?: \(the kernel [^)]*\))?|signal \d+)|exited with code \d+"
+    words = re.compile(rf"\b{pid}\b[^;:,]*? ({ends})")
     messages = (
         failure["message"]
         for answer in answers.values()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from observability.job.answer import ELSEWHERE, NO_ANSWER, NO_PART, Answer
+from observability.job.answer import ELSEWHERE, NO_ANSWER, NO_PART, Answer, how_ended
 from observability.job.diagnosis import Diagnosis, diagnose, waiting_in
 from observability.job.gathering import read_request
 from observability.job.rank_text import named, rank_text, ranks_of
@@ -403,3 +403,14 @@ def test_a_request_of_another_rank_is_read_or_refused(body: Any) -> None:
         return
     assert 0 < limit_s <= 60
     assert all(isinstance(attrs.asdict(each)["url"], str) for each in entries)
+
+
+@pytest.mark.parametrize(
+    "end",
+    ["was killed by SIGKILL (the kernel killed a process of this host for lack of memory since)"]
+    + ["was killed by SIGSEGV", "was killed by signal 40", "exited with code 3"],
+)
+def test_the_end_of_a_process_is_read_from_the_errors_of_others(end: str) -> None:
+    failure = {"message": f"all_reduce #7: rank 2 (host a, pid 41) {end}; the group is broken"}
+    told = {0: rank(7, failures=[failure]), 1: Answer(silence=REFUSED)}
+    assert (how_ended(41, told), how_ended(4, told)) == (end, "")

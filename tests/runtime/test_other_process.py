@@ -146,3 +146,18 @@ def test_a_process_is_watched_as_long_as_it_runs() -> None:
     assert other.watch() == -1
     for fd in (come, go, told, tell, pidfd):
         os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("kills", "words"), [(0, ""), (1, "killed a process of"), (2, "killed 2 processes of")]
+)
+def test_a_kill_is_told_with_those_of_the_kernel_for_lack_of_memory(
+    kills: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(other_process, "_memory_kills", lambda: 7 + kills)
+    monkeypatch.setattr(other_process, "_kills_before", 7)
+    more = f" (the kernel {words} this host for lack of memory since this one began)" if kills else ""
+    assert other_process.was_killed_by(signal.SIGKILL) == f"was killed by SIGKILL{more}"
+    assert other_process.was_killed_by(signal.SIGSEGV) == "was killed by SIGSEGV"
+    number = signal.SIGRTMIN + 1
+    assert other_process.was_killed_by(number) == f"was killed by signal {number}"
