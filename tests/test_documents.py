@@ -79,7 +79,7 @@ def test_files_that_documents_and_docstrings_name_exist() -> None:
 
 
 def test_an_absent_file_is_seen() -> None:
-    text = "`dist2/run.py`, dist2/core/segments.c and dist2/queue.py"
+    text = "`dist2/run.py`, dist2/core/ring.c and dist2/queue.py"
     assert absent_files({Path("a.md"): text}) == [("a.md", "dist2/queue.py")]
 
 

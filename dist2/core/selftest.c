@@ -7,7 +7,6 @@
 #define _GNU_SOURCE
 #include "plan.h"
 #include "ring.h"
-#include "stream.h"
 
 #include <poll.h>
 #include <pthread.h>
@@ -293,42 +292,10 @@ exchange_frames(Side *self)
     free(payload);
 }
 
-static void
-exchange_announced(Side *self)
-{
-    char announcement[FRAME_BYTES] = "announced", consent[FRAME_BYTES] = "accepted", header[FRAME_BYTES] = "segment";
-    char staged[FRAME_BYTES], *payload = calloc(1, PAYLOAD_BYTES);
-    size_t segments = (PAYLOAD_BYTES + SEGMENT - 1) / SEGMENT, whole = PAYLOAD_BYTES + segments * FRAME_BYTES;
-    Announced message = {
-        .fd = self->fd, .back = self->fd, .announcement = announcement, .consent = consent, .header = header,
-        .payload = payload, .nbytes = PAYLOAD_BYTES, .longest = SEGMENT, .staged = staged,
-    };
-    if (self->rank == 0) {
-        message.number = 77;
-        memset(payload, 5, PAYLOAD_BYTES);
-    }
-    while (message.done < whole && !self->failures) {
-        EXPECT(self, announced_move(&message, self->rank == 0, 0) == 0);
-    }
-    EXPECT(self, message.number == 77 && payload[0] == 5 && payload[PAYLOAD_BYTES - 1] == 5);
-    free(payload);
-}
-
 static void *
-side_main(void *argument)
+exchange(void *argument)
 {
-    Side *self = argument;
-    exchange_frames(self);
-    exchange_announced(self);
-    char one = 1;
-    size_t missing = 1;
-    if (self->rank == 0) {
-        EXPECT(self, write(self->fd, &one, 1) == 1);
-        return NULL;
-    }
-    while (missing && !self->failures) {
-        EXPECT(self, stream_read(self->fd, &one, &missing, 0) == 0);
-    }
+    exchange_frames(argument);
     return NULL;
 }
 
@@ -337,18 +304,15 @@ test_messages(void)
 {
     size_t nbytes = RING_PAGE_WORDS * sizeof(Word) + RING_BYTES;
     char *memory = aligned_alloc(4096, nbytes);
-    int ends[2];
     pthread_t threads[2];
     Side sides[2];
     memset(memory, 0, nbytes);
-    socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends);
     for (long rank = 0; rank < 2; rank++) {
-        sides[rank] = (Side){.rank = rank, .memory = memory, .fd = ends[rank]};
-        pthread_create(&threads[rank], NULL, side_main, &sides[rank]);
+        sides[rank] = (Side){.rank = rank, .memory = memory};
+        pthread_create(&threads[rank], NULL, exchange, &sides[rank]);
     }
     for (long rank = 0; rank < 2; rank++) {
         pthread_join(threads[rank], NULL);
-        close(ends[rank]);
     }
     free(memory);
     return sides[0].failures + sides[1].failures;

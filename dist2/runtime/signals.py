@@ -12,9 +12,9 @@ their own keep it; one that raises may break the links of this process.
 
 **Code that takes locks runs outside of the library's calls.** A signal handler or a destructor may close a
 group. Closing takes locks that interrupted frames of the same thread may hold, which would be a deadlock.
-`run_outside_locks` therefore looks for frames of the library below it, and uses another thread if there
-is one. Here all code of the library counts unless it is marked by `holds_no_lock`: a forgotten mark costs a
-thread, and no deadlock.
+`run_outside_locks` therefore looks for frames of the library below it, and for a `Lock` that this thread has
+(compiled functions have no frames), and uses another thread if there is one. Here all code of the library
+counts unless it is marked by `holds_no_lock`: a forgotten mark costs a thread, and no deadlock.
 
 Marks are on code objects and on packages, never on names: see `code_marks`. None of this costs time until
 a signal arrives or a group ends.
@@ -39,6 +39,7 @@ from typing import Protocol
 
 from dist2.runtime.code_marks import CodeMarks, Marked, library
 from dist2.runtime.deadline import monotonic_ns, remaining_s
+from dist2.runtime.lock import locks_held
 from dist2.runtime.threads import Worker
 
 _AGAIN_S = 0.002
@@ -167,7 +168,9 @@ class CtrlC:
 
 
 def defers_ctrl_c(frame: FrameType | None) -> bool:
-    """Whether the innermost frame that has a mark defers Ctrl-C; destructors always do."""
+    """Whether the innermost frame that has a mark defers Ctrl-C; locks and destructors always do."""
+    if locks_held():
+        return True
     answer: bool | None = None
     innermost = frame
     while frame is not None:
@@ -230,6 +233,8 @@ def wait_for(condition: threading.Condition, met: Callable[[], bool], deadline_n
 @holds_no_lock
 def inside_library_call() -> bool:
     """Whether the calling thread runs code of the library that may hold locks."""
+    if locks_held():  # of compiled code, perhaps, which has no frames
+        return True
     frame: FrameType | None = _getframe()
     while frame is not None:
         if lock_marks.of(frame.f_code):

@@ -12,12 +12,13 @@ from dist2.runtime.deadline import remaining_s
 Key = tuple[int, int, int, int]  # from, to, seq, step
 
 
-class MemoryTransfer(Transfer):
+class MemoryTransfer:
     """A posted message; `PostOffice` completes it."""
 
     def __init__(self, peer: int, view: memoryview) -> None:
         self.peer = peer
         self.view = view
+        self.number = 0
         self.done = False
         self.error: BaseException | None = None
         self.nbytes = len(view)

@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """Raw memory of tensors: addresses, and views on shared memory.
 
 Tensors that outlive a call are made outside of inference mode: those made in it cannot be written to outside.
@@ -7,7 +8,14 @@ from __future__ import annotations
 
 import ctypes
 
+import cython
 import torch
+from cython.cimports.cpython.buffer import PyBUF_WRITE
+from cython.cimports.cpython.memoryview import PyMemoryView_FromMemory
+
+from dist2.runtime.built import check_built
+
+check_built(__name__, __file__)
 
 
 @torch.inference_mode(False)
@@ -34,4 +42,6 @@ def bytes_at(address: int, nbytes: int) -> memoryview:
     """Return memory. Keep alive what it is of."""
     if nbytes == 0:
         return memoryview(b"")
-    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+    start = cython.cast(cython.p_char, cython.cast(cython.size_t, address))
+    view: memoryview = PyMemoryView_FromMemory(start, nbytes, PyBUF_WRITE)
+    return view

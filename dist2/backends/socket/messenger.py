@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """`Messenger`: the point-to-point operations of one group, as messages on its endpoint."""
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from dist2.backends.socket.arriving import Arriving, Shortly, note_arrival
-from dist2.backends.socket.memory import bytes_of
+from dist2.backends.socket.memory import bytes_at, bytes_of
 from dist2.backends.socket.staging import is_plain, plain
 from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
 from dist2.backends.socket.transport.links.link import Link
@@ -17,13 +18,15 @@ from dist2.backends.socket.transport.links.ring import RingWriter
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.messages.express import Carrier
 from dist2.backends.socket.transport.messages.express_long import ExpressOffer, ExpressTake
-from dist2.backends.socket.transport.messages.express_socket import SocketReceive
 from dist2.backends.socket.transport.messages.lot import Lot
 from dist2.backends.socket.transport.messages.transfer import Sending, next_number
 from dist2.operation.execution import Execute, Helped, Outcome, Tensors
 from dist2.operation.kinds import OpKind
 from dist2.operation.record import Operation
 from dist2.operation.signature import Signature
+from dist2.runtime.built import check_built
+
+check_built(__name__, __file__)
 
 Way = Callable[[Operation, torch.Tensor], "Helped | None"]
 """Sends or receives a tensor: as `Execute` does."""
@@ -73,16 +76,19 @@ class Messenger:
         lot = _lot_of(signature)
         if lot is not None and self._endpoint.ways.has_express(lot):
             return self._carrier(lot, sends=signature.kind is OpKind.SEND)
-        short_way = self._way_in_from_any(signature) if lot is None else self._way_over_socket(signature, lot)
-        if short_way is None:
+        way = self._way_in_from_any(signature) if lot is None else self._posting(self._post(signature), lot)
+        if way is None:
             return self._long_way(signature)
 
         def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> Helped | None:
             (tensor,) = inputs or outputs
             self.last = operation
-            return short_way(operation, tensor)
+            return way(operation, tensor)
 
         return execute
+
+    def _post(self, signature: Signature) -> Post:
+        return self._endpoint.send_tagged if signature.kind is OpKind.SEND else self._endpoint.recv_tagged
 
     def _long_way(self, signature: Signature) -> Execute:
         return self._send if signature.kind is OpKind.SEND else self._recv
@@ -123,24 +129,17 @@ class Messenger:
 
     # The short paths, of tensors whose memory holds their values one after the other
 
-    def _way_over_socket(self, signature: Signature, lot: Lot) -> Way:
-        ways, sends = self._endpoint.ways, signature.kind is OpKind.SEND
-        if ways.has_socket_way(lot):
-            return self._by_socket_out(lot) if sends else self._taking(ways.socket_receive(lot), lot)
-        if ways.has_announced_way(lot):
-            return self._announced_out(lot) if sends else self._taking(ways.announced_take(lot), lot)
-        return self._posting(self._endpoint.send_tagged if sends else self._endpoint.recv_tagged, lot)
-
     def _posting(self, post: Post, lot: Lot, shortly: Shortly | None = None) -> Way:
         """Return the long path, without the copies that only tensors that are not contiguous need.
 
         Args:
             shortly: The direct receive of the waiter, if there is one.
         """
-        peer, tag, fingerprint, posted = lot.peer, lot.tag, lot.fingerprint, self._posted
+        peer, tag, fingerprint, nbytes, posted = lot.peer, lot.tag, lot.fingerprint, lot.nbytes, self._posted
 
         def run(operation: Operation, tensor: torch.Tensor) -> Helped | None:
-            return posted(operation, post(peer, tag, fingerprint, bytes_of(tensor)), tensor, None, shortly)
+            transfer = post(peer, tag, fingerprint, bytes_at(tensor.data_ptr(), nbytes))
+            return posted(operation, transfer, tensor, None, shortly)
 
         return run
 
@@ -165,48 +164,6 @@ class Messenger:
                 return otherwise(operation, tensor)
             operation.source = source
             return None
-
-        return run
-
-    def _by_socket_out(self, lot: Lot) -> Way:
-        endpoint = self._endpoint
-        send, otherwise = self._endpoint.ways.socket_send(lot).send, self._posting(endpoint.send_tagged, lot)
-
-        def run(operation: Operation, tensor: torch.Tensor) -> Helped | None:
-            sent = send(tensor.data_ptr())
-            if sent is True:
-                return None
-            return self._posted(operation, sent, tensor, None) if sent else otherwise(operation, tensor)
-
-        return run
-
-    def _taking(self, receive: SocketReceive, lot: Lot) -> Way:
-        """Return the way in of messages that come over a socket."""
-        wait, peer = receive.wait, lot.peer
-        otherwise = self._posting(self._endpoint.recv_tagged, lot)
-
-        def run(operation: Operation, tensor: torch.Tensor) -> Helped | None:
-            if operation.is_async:  # there is no time to look
-                return otherwise(operation, tensor)
-            received = wait(tensor.data_ptr(), operation.deadline_ns)
-            if received is True:
-                operation.source = peer
-                return None
-            if received:
-                return self._posted(operation, received, tensor, None)
-            return otherwise(operation, tensor)
-
-        return run
-
-    def _announced_out(self, lot: Lot) -> Way:
-        hand_over = self._endpoint.ways.announced_send(lot).hand_over
-        otherwise = self._posting(self._endpoint.send_tagged, lot)
-
-        def run(operation: Operation, tensor: torch.Tensor) -> Helped | None:
-            sent = False if operation.is_async else hand_over(tensor.data_ptr(), operation.deadline_ns)
-            if sent is True:
-                return None
-            return self._posted(operation, sent, tensor, None) if sent else otherwise(operation, tensor)
 
         return run
 

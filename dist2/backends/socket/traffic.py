@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """The messages of collectives: steps of plans that send, receive and wait, and what runs them.
 
     program = MessageProgram(MessageHost(endpoint, board), plan)    # once a signature
@@ -21,14 +22,13 @@ from dist2.backends.socket.memory import bytes_at, room_of
 from dist2.backends.socket.transport.base import Endpoint, Transfer
 from dist2.backends.socket.transport.boards.arrivals import lone_arrivals
 from dist2.backends.socket.transport.boards.board import Board
-from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
-from dist2.backends.socket.transport.messages.express_socket import SocketReceive, SocketSend
-from dist2.backends.socket.transport.messages.lot import Lot
-from dist2.backends.socket.transport.messages.ways import ShortWays
 from dist2.errors import MismatchError
 from dist2.operation.engine import Plan, Script
 from dist2.operation.parts import PartsClock, parts_log
 from dist2.operation.record import Operation
+from dist2.runtime.built import check_built
+
+check_built(__name__, __file__)
 
 SCRATCH_KEPT_BYTES = 64 << 20
 """Scratch up to this size is kept from call to call: new memory costs a page fault every 4 KiB."""
@@ -190,7 +190,6 @@ class MessageProgram:
         self._host = host
         self._plan = plan
         self._script = Script(host.arrivals, plan.plan, host)
-        self._ways: Ways | None = None
 
     def __call__(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         """Run on contiguous tensors.
@@ -204,10 +203,8 @@ class MessageProgram:
             OperationTimeoutError, PeerLostError, MismatchError, GroupAbortedError: See `Endpoint.wait` and
                 `Board.fence`. The tensors are free when it raises; outputs hold anything.
         """
-        host, fingerprint = self._host, operation.signature.fingerprint
-        if self._ways is None or self._ways.fingerprint != fingerprint:
-            self._ways = Ways(host.endpoint, self._plan.messages, fingerprint)
-        traffic = host.traffic = Traffic(host.endpoint, operation, self._ways)
+        host = self._host
+        traffic = host.traffic = Traffic(host.endpoint, operation)
         memory = [*outputs, host.scratch_of(self._plan.scratch)]
         try:
             self._script.run(operation, inputs, memory)
@@ -217,88 +214,42 @@ class MessageProgram:
             raise
 
 
-class Ways:
-    """The short paths over sockets of a plan's messages, by number, for those that have one.
-
-    Args:
-        endpoint: The group's messages.
-        messages: The messages.
-        fingerprint: The fingerprint of the calls.
-    """
-
-    def __init__(self, endpoint: Endpoint, messages: Sequence[Message], fingerprint: int) -> None:
-        self.fingerprint = fingerprint
-        self.sends: dict[int, SocketSend] = {}
-        self.recvs: dict[int, SocketReceive] = {}
-        if not isinstance(endpoint, FabricEndpoint):
-            return
-        ways: ShortWays = endpoint.ways
-        for message in messages:
-            lot = Lot(message.peer, message.step, fingerprint, message.nbytes, tagged=False)
-            if ways.has_socket_way(lot):
-                if isinstance(message, Send):
-                    self.sends[message.number] = ways.socket_send(lot)
-                else:
-                    self.recvs[message.number] = ways.socket_receive(lot)
-
-
 class Traffic:
     """The messages of one call.
-
-    Short messages over sockets take a short path: a send hands its bytes to the kernel, a receive reads its
-    message when a step needs it, straight from the kernel to its place. Other receives are posted when
-    they start, so that their payloads find a place. A rank that has to wait posts the short ones as well:
-    another rank, for which it waits, may depend on its reading them.
 
     Args:
         endpoint: Carries them.
         operation: Gives sequence number, fingerprint and deadline.
-        ways: The short paths.
     """
 
-    def __init__(self, endpoint: Endpoint, operation: Operation, ways: Ways) -> None:
+    def __init__(self, endpoint: Endpoint, operation: Operation) -> None:
         self._endpoint = endpoint
         self._operation = operation
-        self._ways = ways
+        self._fingerprint = operation.signature.fingerprint
         self._transfers: dict[int, Transfer] = {}
         self._started: list[Transfer] = []
-        self._unread: dict[int, tuple[Message, int]] = {}
 
     def receive(self, message: Message, address: int) -> None:
         """Start to receive a message to an address."""
-        if message.number in self._ways.recvs:
-            self._unread[message.number] = message, address
-        else:
-            self._post(message, address)
+        buffer, seq = bytes_at(address, message.nbytes), self._operation.seq
+        self._note(message, self._endpoint.recv(message.peer, seq, message.step, self._fingerprint, buffer))
 
     def send(self, message: Message, address: int) -> None:
         """Start to send a message from an address."""
-        peer, step, number, operation = message.peer, message.step, message.number, self._operation
-        way = self._ways.sends.get(number)
-        sent: bool | Transfer = False if way is None else way.send(address, operation.seq)
-        if sent is False:
-            fingerprint, data = operation.signature.fingerprint, bytes_at(address, message.nbytes)
-            sent = self._endpoint.send(peer, operation.seq, step, fingerprint, data)
-        if not isinstance(sent, bool):
-            self._note(number, sent)
+        data, seq = bytes_at(address, message.nbytes), self._operation.seq
+        transfer = self._endpoint.send(message.peer, seq, message.step, self._fingerprint, data)
+        if not transfer.done or transfer.error is not None:
+            self._note(message, transfer)
 
     def wait(self, numbers: Sequence[int]) -> None:
         """Wait for some of the messages that were started."""
-        for number in numbers:
-            if number in self._unread:
-                self._read(number)
-        if not self._started:
-            return
         waiting = [self._transfers[number] for number in numbers if number in self._transfers]
         if waiting:
-            self._post_unread()
             self._started = [each for each in self._started if not each.done or each.error is not None]
             self._endpoint.wait(waiting, self._operation.deadline_ns, self._started)
 
     def settle(self) -> None:
         """Wait for everything that was started."""
-        while self._unread:
-            self._read(next(iter(self._unread)))
         if self._started:
             self._endpoint.wait(self._started, self._operation.deadline_ns)
 
@@ -306,35 +257,6 @@ class Traffic:
         """Give up on everything that was started."""
         self._endpoint.cancel(self._started)
 
-    def _read(self, number: int) -> None:
-        """Read a message, after earlier ones of its sender; post it if it does not come in a moment."""
-        unread = self._unread
-        message, address = unread.pop(number)
-        if unread:
-            for each in [each for each, (other, _) in unread.items() if other.peer == message.peer]:
-                if each < number:
-                    self._receive(*unread.pop(each))
-        self._receive(message, address)
-
-    def _receive(self, message: Message, address: int) -> None:
-        operation = self._operation
-        received = self._ways.recvs[message.number].wait(address, operation.deadline_ns, operation.seq)
-        if received is False:
-            self._post(message, address)
-        elif received is not True:
-            self._note(message.number, received)
-
-    def _post_unread(self) -> None:
-        while self._unread:
-            _, (message, address) = self._unread.popitem()
-            self._post(message, address)
-
-    def _post(self, message: Message, address: int) -> None:
-        operation, buffer = self._operation, bytes_at(address, message.nbytes)
-        fingerprint = operation.signature.fingerprint
-        transfer = self._endpoint.recv(message.peer, operation.seq, message.step, fingerprint, buffer)
-        self._note(message.number, transfer)
-
-    def _note(self, number: int, transfer: Transfer) -> None:
-        self._transfers[number] = transfer
+    def _note(self, message: Message, transfer: Transfer) -> None:
+        self._transfers[message.number] = transfer
         self._started.append(transfer)

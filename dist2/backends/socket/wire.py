@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """The data plane's bytes: frames with a fixed header. Sans-IO: without sockets.
 
 Every frame is a `Header` of 56 bytes and ``nbytes`` of payload, little endian. ``docs/wire.md`` has the
@@ -10,11 +11,17 @@ import enum
 import json
 import struct
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import attrs
+import cython
+from cython.cimports.cpython.memoryview import PyMemoryView_GET_BUFFER
+from cython.cimports.libc.string import memcpy, memmove
 
 from dist2.errors import WireError
+from dist2.runtime.built import check_built
+
+check_built(__name__, __file__)
 
 PROTOCOL_VERSION = 1
 EAGER_BYTES = 1 << 16
@@ -32,13 +39,11 @@ TEXT_BYTES = 4096
 
 WAKE = b"!"
 """Between frames: look at the ring that goes with this connection."""
+STAGED_BYTES = 1 << 16
+"""Bytes of short frames that are read at once."""
 
 _MAGIC = 0xD2
-_FORMAT = struct.Struct("<BBHIQQqQQQ")
-HEADER_BYTES = _FORMAT.size
-_TRANSFER_AT = HEADER_BYTES - 16
-SEQ_AT = 16
-"""Where the number of the operation is in a header."""
+HEADER_BYTES = 56
 
 
 class Kind(enum.IntEnum):
@@ -70,8 +75,8 @@ class Kind(enum.IntEnum):
 _LOAN = struct.Struct("<QQQ")
 LOAN_BYTES = _LOAN.size
 
-_KINDS = {int(kind): kind for kind in Kind}
-_LIMITS = {
+_KINDS = [None if code not in set(Kind) else Kind(code) for code in range(256)]
+_LONGEST = {
     Kind.HELLO: HELLO_BYTES,
     Kind.EAGER: PROMPT_BYTES,
     Kind.DATA: SEGMENT_BYTES,
@@ -90,6 +95,7 @@ _LIMITS = {
     Kind.GAVE_UP: TEXT_BYTES,
 }
 """Longest payload of each kind; the others have none."""
+_LIMITS = [_LONGEST.get(kind, 0) if kind is not None else 0 for kind in _KINDS]
 
 TAGGED = 1
 """Flag: a point-to-point message, matched by tag; without it, a collective's, matched by seq and step."""
@@ -101,7 +107,7 @@ UNSEEN = 8
 """Flag of a `DEATH`: nobody saw one; a process has lost its connection to another."""
 
 
-class Header(NamedTuple):
+class Header:
     """The header of a frame.
 
     Attributes:
@@ -116,47 +122,126 @@ class Header(NamedTuple):
         total: Length of the whole announced message.
     """
 
-    kind: Kind
-    flags: int = 0
-    context: int = 0
-    seq: int = 0
-    tag: int = 0
-    fingerprint: int = 0
-    nbytes: int = 0
-    transfer: int = 0
-    total: int = 0
+    fields: Any
+    """The bytes of the header, as a struct of C."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        flags: int = 0,
+        context: int = 0,
+        seq: int = 0,
+        tag: int = 0,
+        fingerprint: int = 0,
+        nbytes: int = 0,
+        transfer: int = 0,
+        total: int = 0,
+    ) -> None:
+        self.kind = kind
+        self.fill(flags, context, seq, tag, fingerprint, nbytes, transfer, total)
+
+    def fill(
+        self,
+        flags: int,
+        context: int,
+        seq: int,
+        tag: int,
+        fingerprint: int,
+        nbytes: int,
+        transfer: int,
+        total: int,
+    ) -> int:
+        """Set the fields behind the kind; return 0."""
+        fields: Any = cython.address(self.fields)
+        fields.magic, fields.kind, fields.flags, fields.nbytes = _MAGIC, self.kind, flags, nbytes
+        fields.context, fields.seq, fields.tag = context, seq, tag
+        fields.fingerprint, fields.transfer, fields.total = fingerprint, transfer, total
+        return 0
+
+    @property
+    def flags(self) -> int:
+        return int(self.fields.flags)
+
+    @property
+    def context(self) -> int:
+        return int(self.fields.context)
+
+    @property
+    def seq(self) -> int:
+        return int(self.fields.seq)
+
+    @property
+    def tag(self) -> int:
+        return int(self.fields.tag)
+
+    @property
+    def fingerprint(self) -> int:
+        return int(self.fields.fingerprint)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.fields.nbytes)
+
+    @property
+    def transfer(self) -> int:
+        return int(self.fields.transfer)
+
+    @property
+    def total(self) -> int:
+        return int(self.fields.total)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Header) and self.encode() == other.encode()
+
+    def __hash__(self) -> int:
+        return hash(self.encode())
+
+    def __repr__(self) -> str:
+        names = ("flags", "context", "seq", "tag", "fingerprint", "nbytes", "transfer", "total")
+        return f"Header({self.kind!r}, {', '.join(f'{name}={getattr(self, name)}' for name in names)})"
 
     def encode(self) -> bytes:
         """Return the bytes of the header."""
-        kind, flags, context, seq, tag, fingerprint, nbytes, transfer, total = self
-        return _FORMAT.pack(_MAGIC, kind, flags, nbytes, context, seq, tag, fingerprint, transfer, total)
+        at = cython.cast(cython.p_char, cython.address(self.fields))
+        encoded: bytes = at[:HEADER_BYTES]
+        return encoded
+
+    def about(self, transfer: int) -> Header:
+        """Return the header with another ``transfer``."""
+        other = Header.decode(self.encode())
+        other.fields.transfer = transfer
+        return other
 
     @staticmethod
-    def about(header: bytes, transfer: int) -> bytes:
-        """Return the bytes of a header with another ``transfer``: a fifth of the cost of encoding."""
-        return header[:_TRANSFER_AT] + transfer.to_bytes(8, "little") + header[_TRANSFER_AT + 8 :]
-
-    @classmethod
-    def decode(cls, data: memoryview | bytes) -> Header:
+    def decode(data: memoryview | bytes) -> Header:
         """Read a header.
 
         Raises:
             WireError: The bytes are none, or lengths are invalid for their kind.
         """
-        magic, code, flags, nbytes, context, seq, tag, fingerprint, transfer, total = _FORMAT.unpack(data)
-        kind = _KINDS.get(code)
-        if magic != _MAGIC or kind is None:
-            raise WireError(f"not a frame: it begins with {bytes(data[:4]).hex()}")
-        if nbytes > _LIMITS.get(kind, 0):
-            raise WireError(
-                f"a {kind.name} frame of {nbytes} bytes is longer than the {_LIMITS.get(kind, 0)} allowed"
-            )
-        wrong = kind is Kind.EAGER and nbytes != total
-        if kind is Kind.ANNOUNCE or kind is Kind.OFFER:
-            wrong = total <= EAGER_BYTES or nbytes != _LIMITS.get(kind, 0)
-        if wrong:
-            raise WireError(f"a {kind.name} frame of {nbytes} bytes for a message of {total}")
-        return cls(kind, flags, context, seq, tag, fingerprint, nbytes, transfer, total)
+        whole = bytes(data)
+        if len(whole) != HEADER_BYTES:
+            raise WireError(f"a header has {HEADER_BYTES} bytes, these are {len(whole)}")
+        return read_header(whole)
+
+
+def read_header(at: Any) -> Header:
+    """Read a header at an address of C; see `Header.decode`."""
+    header: Header = Header.__new__(Header)
+    memcpy(cython.address(header.fields), at, HEADER_BYTES)
+    kind: Kind | None = _KINDS[header.fields.kind]
+    if header.fields.magic != _MAGIC or kind is None:
+        raise WireError(f"not a frame: it begins with {at[:4].hex()}")
+    header.kind = kind
+    longest, nbytes, total = _LIMITS[kind], header.fields.nbytes, header.fields.total
+    if nbytes > longest:
+        raise WireError(f"a {kind.name} frame of {nbytes} bytes is longer than the {longest} allowed")
+    wrong = kind is Kind.EAGER and nbytes != total
+    if kind is Kind.ANNOUNCE or kind is Kind.OFFER:
+        wrong = total <= EAGER_BYTES or nbytes != longest
+    if wrong:
+        raise WireError(f"a {kind.name} frame of {nbytes} bytes for a message of {total}")
+    return header
 
 
 class Loan(NamedTuple):
@@ -232,6 +317,9 @@ End = Callable[[Header], None]
 """Called when the payload is complete."""
 
 
+_HEADER_BYTES, _DIRECT_BYTES, _WAKE = HEADER_BYTES, DIRECT_BYTES, ord(WAKE)  # in C
+
+
 class FrameReader:
     """Turns bytes into frames; long payloads go straight to their buffers.
 
@@ -242,15 +330,16 @@ class FrameReader:
         end: See `End`.
 
     Attributes:
-        awaits_long: The next frame is likely to be long: its header is read alone, and the payload then
-            straight into its place.
+        awaits_long: The next frame is likely to be long, as the last one was: its header is read alone, and
+            the payload then straight into its place.
     """
 
     def __init__(self, begin: Begin, end: End) -> None:
         self.awaits_long = False
         self._begin = begin
         self._end = end
-        self._staging = memoryview(bytearray(1 << 16))
+        self._staging = memoryview(bytearray(STAGED_BYTES))
+        self._at = cython.cast(cython.p_char, PyMemoryView_GET_BUFFER(self._staging).buf)
         self._filled = 0
         self._header: Header | None = None
         self._sink: memoryview | None = None
@@ -263,11 +352,12 @@ class FrameReader:
 
     def target(self) -> memoryview:
         """Return where the next bytes of the stream belong."""
-        if self._missing > DIRECT_BYTES and self._sink is not None:
+        if self.is_amid_long():
+            assert self._sink is not None  # it is amid a long payload
             return self._sink
-        if self.awaits_long and self._header is None and self._filled < HEADER_BYTES:
-            return self._staging[self._filled : HEADER_BYTES]
-        return self._staging[self._filled :]
+        if self.awaits_long and self._header is None and self._filled < _HEADER_BYTES:
+            return self._staging[self._filled : _HEADER_BYTES]
+        return self._staging[self._filled :] if self._filled else self._staging
 
     def received(self, count: int) -> None:
         """Take in ``count`` bytes that were read into `target()`.
@@ -275,68 +365,67 @@ class FrameReader:
         Raises:
             WireError: They are not the protocol; the connection is of no more use.
         """
-        if self._missing > DIRECT_BYTES and self._sink is not None:
-            self._missing -= count
-            self._sink = self._sink[count:]
-            if self._missing == 0:
-                self._finish()
+        if not self.is_amid_long():
+            self._filled += count
+            self._parse()
             return
-        self._filled += count
-        self._parse()
+        assert self._sink is not None  # it is amid a long payload
+        self._missing -= count
+        self._sink = self._sink[count:]
+        if self._missing == 0:
+            self._finish()
 
-    @property
     def between_frames(self) -> bool:
         """Whether everything read so far was whole frames."""
         return self._header is None and not self._filled
 
-    @property
     def is_amid_long(self) -> bool:
         """Whether the next bytes belong straight to their buffer."""
-        return self._missing > DIRECT_BYTES and self._sink is not None
-
-    def resume(self, header: Header, sink: memoryview) -> None:
-        """Continue a frame after its header, and the first part of its payload, were read elsewhere.
-
-        Args:
-            header: The frame's header; `Begin` is not called.
-            sink: The buffer for the missing bytes.
-        """
-        self._header, self._sink, self._missing = header, sink, len(sink)
+        return self._missing > _DIRECT_BYTES and self._sink is not None
 
     def divert(self) -> None:
         """Discard the rest of the payload that is coming in: its place is taken back."""
         self._sink = None
 
     def _parse(self) -> None:
-        position = 0
-        data, filled = self._staging, self._filled
+        position, filled = 0, self._filled
         while True:
             if self._header is None:
-                while position < filled and data[position] == WAKE[0]:
+                while position < filled and self._at[position] == _WAKE:
                     position += 1
-                if filled - position < HEADER_BYTES:
+                if filled - position < _HEADER_BYTES:
                     break
-                header = Header.decode(data[position : position + HEADER_BYTES])
-                position += HEADER_BYTES
-                self._header = header
-                self._missing = header.nbytes
+                self._header = header = read_header(self._at + position)
+                position += _HEADER_BYTES
+                self._missing = header.fields.nbytes
                 self._sink = self._begin(header)
             take = min(self._missing, filled - position)
             if take:
-                if self._sink is not None:
-                    self._sink[:take] = data[position : position + take]
-                    self._sink = self._sink[take:]
-                self._missing -= take
+                self._keep(position, take)
                 position += take
             if self._missing:
                 break
             self._finish()
-        rest = filled - position
-        data[:rest] = bytes(data[position:filled])
-        self._filled = rest
+        self._filled = filled - position
+        if position and self._filled:
+            memmove(self._at, self._at + position, self._filled)
+
+    def _keep(self, position: int, count: int) -> None:
+        """Move bytes of a payload to their place, if it has one."""
+        self._missing -= count
+        sink = self._sink
+        if sink is None:
+            return
+        if count > len(sink) or sink.readonly:
+            raise WireError("a frame that does not fit its buffer")
+        memcpy(PyMemoryView_GET_BUFFER(sink).buf, self._at + position, count)
+        if self._missing:
+            self._sink = sink[count:]
 
     def _finish(self) -> None:
         header = self._header
         self._header, self._sink = None, None
         assert header is not None  # only called inside a frame
+        if header.fields.nbytes:
+            self.awaits_long = header.fields.nbytes > _DIRECT_BYTES
         self._end(header)

@@ -12,7 +12,7 @@ import pytest
 from support.processes import started
 
 import dist2
-from dist2.backends.socket.transport import cross_memory
+from dist2.backends.socket.transport.cross_memory import can_reach, read
 from dist2.runtime.shared_memory import TOKEN_BYTES, Arena, ArenaLocator
 
 RENAMED = bytes(range(TOKEN_BYTES))
@@ -53,7 +53,7 @@ def other() -> Iterator[Other]:
 
 
 def test_another_process_is_reached_where_the_kernel_allows_it(other: Other) -> None:
-    assert cross_memory.can_reach(other.locator) == _may_read(other.locator)
+    assert can_reach(other.locator) == _may_read(other.locator)
 
 
 def test_nothing_in_the_library_writes_another_process() -> None:
@@ -65,7 +65,7 @@ def test_nothing_in_the_library_writes_another_process() -> None:
 
 def test_an_arena_of_another_name_is_not_reached(other: Other) -> None:
     other.rename()
-    assert not cross_memory.can_reach(other.locator)
+    assert not can_reach(other.locator)
 
 
 def _may_read(locator: ArenaLocator) -> bool:
@@ -73,7 +73,7 @@ def _may_read(locator: ArenaLocator) -> bool:
     found = bytearray(TOKEN_BYTES)
     here = ctypes.addressof(ctypes.c_char.from_buffer(found))
     try:
-        cross_memory.read(locator.pid, here, locator.address, TOKEN_BYTES)
+        read(locator.pid, here, locator.address, TOKEN_BYTES)
     except OSError:
         return False
     return True

@@ -13,27 +13,16 @@ from support.crossing_messages import cross
 from support.endpoint_pairs import NBYTES, PRINT, Side, soon, text
 from support.ranks import Tenant, run_ranks
 
-from dist2 import Dist2Error, GroupAbortedError, MismatchError, PeerLostError, ProcessGroup
+from dist2 import GroupAbortedError, MismatchError, PeerLostError, ProcessGroup
 from dist2.backends.socket.transport import shared_memory
 from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST, REPORTED_BYTES
 from dist2.backends.socket.transport.messages.lot import Lot
-from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.wire import EAGER_BYTES
 
 pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory")
 
 SHM = Tenant("shm", "socket", {"transport": "shm"})
-
-
-class FaultyMailbox(Mailbox):
-    """One whose fault is no field."""
-
-    __slots__ = ()
-
-    @property
-    def fault(self) -> Dist2Error | None:  # type: ignore[override]  # a field there
-        return GroupAbortedError("a test")
 
 
 def test_messages_cross_whichever_way_either_side_takes(sides: tuple[Side, Side]) -> None:
@@ -259,16 +248,15 @@ def test_nothing_is_taken_while_another_thread_polls(sides: tuple[Side, Side]) -
     assert two.take() == text(1)
 
 
-def test_what_a_group_says_of_itself_counts_wherever_it_is_kept(sides: tuple[Side, Side]) -> None:
+def test_a_failed_group_and_a_broken_link_take_no_message(sides: tuple[Side, Side]) -> None:
     one, two = sides
     mailbox, other = two.endpoint._mailbox, one.node.card.card.fabric_id
-    out = two.endpoint._fabric.outgoing(other)
-    assert out is not None
-    mailbox.__class__ = FaultyMailbox
+    out = two.endpoint._fabric.linkage.outgoing[other]
+    mailbox.fault = GroupAbortedError("a test")
     assert not two.send(text(2))
     assert one.send(text(1))
     assert two.take() is None
-    mailbox.__class__ = Mailbox
+    mailbox.fault = None
     assert two.take() == text(1)
     out._broken = True
     assert not two.send(text(2))

@@ -14,7 +14,7 @@ from support.exceptions import Raised
 from support.torch_features import needs
 
 from dist2.backends.socket.transport import shared_memory
-from dist2.backends.socket.transport.messages.express import Carrier
+from dist2.backends.socket.transport.messages.express import Carrier, Express
 from dist2.backends.socket.transport.messages.lot import Lot
 from dist2.backends.socket.transport.messages.transfer import next_number
 
@@ -29,16 +29,32 @@ def sides() -> Iterator[tuple[Side, Side]]:
         yield both
 
 
-def fail_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fail: Callable[..., Any]) -> None:
-    """Have reads of one attribute of an object fail."""
-    failing = type("Failing", (type(owner),), {"__slots__": (), name: property(fail)})
-    monkeypatch.setattr(owner, "__class__", failing)
+class Instead:
+    """An object that reads other attributes from another one.
+
+    Args:
+        of: The other one.
+        attributes: Values of attributes; a function is called when its attribute is read, and raises.
+    """
+
+    def __init__(self, of: object, **attributes: object) -> None:
+        self._of = of
+        self._attributes = attributes
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._attributes:
+            return getattr(self._of, name)
+        value = self._attributes[name]
+        return value(self) if callable(value) else value
 
 
-def send(side: Side, text: bytearray, adopt: Callable[..., Any], cancel: Callable[..., Any]) -> None:
+def express_of(side: Side, fabric: object, mailbox: object) -> Express:
+    """Return the direct path of long messages."""
+    return Express(fabric, mailbox, Lot(side.peer, 0, PRINT, LONG), 0, 0)
+
+
+def send(express: Express, text: bytearray, adopt: Callable[..., Any], cancel: Callable[..., Any]) -> None:
     """Send a long message as a group does, with the test's callables in place of its methods."""
-    express = side.endpoint.ways.express(Lot(side.peer, 0, PRINT, len(text)))
-    assert express is not None
 
     def otherwise(*_: object) -> None:
         raise AssertionError("the message was to be offered")
@@ -58,15 +74,16 @@ def send(side: Side, text: bytearray, adopt: Callable[..., Any], cancel: Callabl
 
 @pytest.mark.parametrize("adopts", [True, False])
 def test_what_withdrawing_a_message_raises_keeps_the_interruption_in_its_context(
-    sides: tuple[Side, Side], adopts: bool, monkeypatch: pytest.MonkeyPatch
+    sides: tuple[Side, Side], adopts: bool
 ) -> None:
     one, _ = sides
     raised, text = Raised(), pattern(LONG)
     adopt: Callable[..., Any] = (lambda *_: "adopted") if adopts else raised.raising("second")
-    crowd = one.endpoint._fabric.poller.crowd
-    with monkeypatch.context() as patched:
-        fail_at(patched, crowd, "_until", raised.raising("first"))
-        assert raised.chain_of(send, one, text, adopt, raised.raising("second")) == ["second", "first"]
+    fabric = one.endpoint._fabric
+    crowd = Instead(fabric.poller.crowd, _until=raised.raising("first"))
+    failing = Instead(fabric, poller=Instead(fabric.poller, crowd=crowd))
+    express = express_of(one, failing, one.endpoint._mailbox)
+    assert raised.chain_of(send, express, text, adopt, raised.raising("second")) == ["second", "first"]
     assert raised.alive() == []
 
 
@@ -77,25 +94,23 @@ def test_no_memory_can_be_read_of_a_message_that_nothing_stands_for(sides: tuple
     # Where both sides connected at the same time, each has a link to write to and another to read from.
     (written,) = [link.tx for link in one.endpoint._fabric.linkage.rings.links if link.tx is not None]
     free = written.slots_left
-    assert raised.chain_of(send, one, pattern(LONG), raised.raising("only"), raised.raising("never")) == [
-        "only"
-    ]
+    express = express_of(one, one.endpoint._fabric, one.endpoint._mailbox)
+    never = raised.raising("never")
+    assert raised.chain_of(send, express, pattern(LONG), raised.raising("only"), never) == ["only"]
     assert written.slots_left == free
     assert raised.alive() == []
 
 
 def test_what_adopting_an_offer_raises_keeps_the_interruption_in_its_context(
-    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+    sides: tuple[Side, Side],
 ) -> None:
     one, two = sides
     raised, text, buffer = Raised(), pattern(LONG), bytearray(LONG)
     posted = two.post(buffer)
     sending = one.endpoint.send_tagged(one.peer, 0, PRINT, memoryview(text))
-    express = two.endpoint.ways.express(Lot(two.peer, 0, PRINT, LONG))
-    assert express is not None
-    with monkeypatch.context() as patched:
-        fail_at(patched, two.endpoint._mailbox, "aborted", raised.raising("first"))
-        chain = raised.chain_of(express.fetch_posted, posted, raised.raising("second"), soon())
+    failing = Instead(two.endpoint._mailbox, aborted=raised.raising("first"))
+    express = express_of(two, two.endpoint._fabric, failing)
+    chain = raised.chain_of(express.fetch_posted, posted, raised.raising("second"), soon())
     assert chain == ["second", "first"]
     assert not sending.done
     assert raised.alive() == []

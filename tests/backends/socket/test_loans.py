@@ -11,7 +11,7 @@ from support.endpoint_pairs import PRINT, Side, pattern, soon, two_sides
 from support.ranks import Tenant, run_ranks
 
 from dist2 import PeerLostError, ProcessGroup
-from dist2.backends.socket.transport import cross_memory, shared_memory
+from dist2.backends.socket.transport import shared_memory
 from dist2.backends.socket.transport.links.ring import HEADER_BYTES, SLOTS, RingReader, RingWriter
 from dist2.backends.socket.transport.messages import loans
 from dist2.backends.socket.transport.messages.loans import Borrowed, Lent
@@ -55,13 +55,13 @@ def test_a_long_message_is_read_where_it_lies(
     sides: tuple[Side, Side], nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    really = cross_memory.read
+    really = loans.read
 
     def count(pid: int, dst: int, src: int, nbytes: int) -> None:
         read.append(nbytes)
         really(pid, dst, src, nbytes)
 
-    monkeypatch.setattr(cross_memory, "read", count)
+    monkeypatch.setattr(loans, "read", count)
     text = pattern(nbytes)
     assert exchange(*sides, text) == text
     assert sum(read) == nbytes
@@ -73,7 +73,7 @@ def test_where_reading_is_refused_the_message_comes_through_the_ring(
     def refuse(pid: int, dst: int, src: int, nbytes: int) -> None:
         raise PermissionError(1, "not permitted")
 
-    monkeypatch.setattr(cross_memory, "read", refuse)
+    monkeypatch.setattr(loans, "read", refuse)
     for salt in range(3):
         text = pattern(LONG, salt)
         assert exchange(*sides, text) == text
@@ -87,7 +87,7 @@ def test_without_permission_nothing_is_tried(
     assert link is not None
     assert link.rx is not None
     link.rx.pid = 0
-    monkeypatch.setattr(cross_memory, "read", None)
+    monkeypatch.setattr(loans, "read", None)
     text = pattern(LONG)
     assert exchange(one, two, text) == text
 
@@ -126,7 +126,7 @@ def test_a_message_taken_back_while_it_is_read_is_never_taken_for_whole(
 ) -> None:
     one, two = sides
     monkeypatch.setattr(loans, "PIECE_BYTES", LONG // 4)
-    really = cross_memory.read
+    really = loans.read
     text = pattern(LONG)
     sending = post(one, text)
 
@@ -136,7 +136,7 @@ def test_a_message_taken_back_while_it_is_read_is_never_taken_for_whole(
             text[:] = bytes(LONG)  # the sender's caller uses its memory again, at once
         really(pid, dst, src, nbytes)
 
-    monkeypatch.setattr(cross_memory, "read", read_and_lose)
+    monkeypatch.setattr(loans, "read", read_and_lose)
     buffer = bytearray(LONG)
     receiving = two.endpoint.recv_tagged(0, 0, PRINT, memoryview(buffer))
     with pytest.raises(PeerLostError, match="gave up"):
@@ -170,7 +170,7 @@ def test_who_gives_up_waits_for_the_piece_under_way(monkeypatch: pytest.MonkeyPa
         reading.set()
         assert go_on.wait(10)
 
-    monkeypatch.setattr(cross_memory, "read", slow)
+    monkeypatch.setattr(loans, "read", slow)
     memory = memoryview(bytearray(HEADER_BYTES + 4096))
     borrowed = Borrowed(RingReader(memory, 1), Loan(1, 4096, 0), 4096, 10)
     reader = threading.Thread(target=borrowed.read)
@@ -248,7 +248,7 @@ def test_groups_exchange_long_tensors_synchronously(permitted: bool, monkeypatch
         def refuse(pid: int, dst: int, src: int, nbytes: int) -> None:
             raise PermissionError(1, "not permitted")
 
-        monkeypatch.setattr(cross_memory, "read", refuse)
+        monkeypatch.setattr(loans, "read", refuse)
 
     def body(pg: ProcessGroup) -> None:
         tensor = torch.zeros(300_000)

@@ -168,18 +168,6 @@ def test_who_awaits_a_long_frame_reads_its_header_alone() -> None:
     assert sinks.frames == [(header, payload_of(header)) for header in frames]
 
 
-def test_a_frame_that_was_begun_elsewhere_is_completed() -> None:
-    header, after = Header(Kind.DATA, nbytes=SEGMENT_BYTES), Header(Kind.BYE)
-    payload, place = payload_of(header), memoryview(bytearray(SEGMENT_BYTES))
-    sinks = Sinks()
-    place[:100] = payload[:100]
-    sinks.reader.resume(header, place[100:])
-    assert not sinks.reader.between_frames
-    sinks.feed(payload[100:] + after.encode(), [1 << 20])
-    assert bytes(place) == payload
-    assert [each for each, _ in sinks.frames] == [header, after]
-
-
 @pytest.mark.parametrize("taken_back_after", [0, 1, 1000, SEGMENT_BYTES - 10, SEGMENT_BYTES - 1])
 def test_a_place_that_is_taken_back_is_not_touched_any_more(taken_back_after: int) -> None:
     header = Header(Kind.DATA, nbytes=SEGMENT_BYTES)
@@ -234,7 +222,8 @@ def test_lengths_that_contradict_each_other_are_refused(header: Header) -> None:
 
 @given(headers(), words)
 def test_a_header_about_another_transfer_differs_in_that(header: Header, transfer: int) -> None:
-    assert Header.about(header.encode(), transfer) == header._replace(transfer=transfer).encode()
+    assert header.about(transfer).transfer == transfer
+    assert header.about(transfer).about(header.transfer) == header
 
 
 # Hellos

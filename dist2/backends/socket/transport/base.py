@@ -7,14 +7,14 @@ and a thread that waits makes progress for every group of the process.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 ANY_SOURCE = -1
 """As ``peer`` of `recv_tagged`: take the first matching message from any member."""
 
 
-class Transfer(ABC):
+class Transfer(Protocol):
     """One posted send or receive.
 
     Attributes:
@@ -31,12 +31,11 @@ class Transfer(ABC):
     nbytes: int
     source: int
 
-    @abstractmethod
     def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
         """Call back once it is done (at once if it is), from the thread that completes it."""
 
 
-class Endpoint(ABC):
+class Endpoint(Protocol):
     """Messages between the members of one group.
 
     Collective messages are matched by ``(peer, seq, step)``: `seq` numbers the operation in its group,
@@ -54,19 +53,15 @@ class Endpoint(ABC):
     world_size: int
     waited_ns: int = 0
 
-    @abstractmethod
     def send(self, peer: int, seq: int, step: int, fingerprint: int, data: memoryview) -> Transfer:
         """Post a collective message. ``data`` must stay unchanged until the transfer is done."""
 
-    @abstractmethod
     def recv(self, peer: int, seq: int, step: int, fingerprint: int, buffer: memoryview) -> Transfer:
         """Post the buffer that takes a collective message of exactly its size."""
 
-    @abstractmethod
     def send_tagged(self, peer: int, tag: int, fingerprint: int, data: memoryview) -> Transfer:
         """Post a point-to-point message; small ones are done once buffered, large ones once received."""
 
-    @abstractmethod
     def recv_tagged(self, peer: int, tag: int, fingerprint: int, buffer: memoryview) -> Transfer:
         """Post the buffer that takes the next message of this tag from ``peer`` (or `ANY_SOURCE`).
 
@@ -74,7 +69,6 @@ class Endpoint(ABC):
         sides.
         """
 
-    @abstractmethod
     def wait(self, transfers: Sequence[Transfer], deadline_ns: int, beside: Sequence[Transfer] = ()) -> None:
         """Return when all are done, making progress meanwhile; raise as soon as one has failed.
 
@@ -91,14 +85,11 @@ class Endpoint(ABC):
                 by the first that did; the others are cancelled.
         """
 
-    @abstractmethod
     def cancel(self, transfers: Sequence[Transfer]) -> None:
         """Give up on transfers: when this returns no thread touches their buffers. Idempotent."""
 
-    @abstractmethod
     def disagree(self, seq: int) -> None:
         """Fail the group on all members: those of this host called different operations as number ``seq``."""
 
-    @abstractmethod
     def close(self, error: BaseException | None = None) -> None:
         """Leave the group's context; pending transfers fail with ``error`` (default: group closed)."""

@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 from dist2.backends.socket.transport.alarm import Alarm
 from dist2.backends.socket.transport.links.connector import Connector
-from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.link_watch import LinkWatch
 from dist2.backends.socket.transport.links.linkage import Linkage
 from dist2.backends.socket.transport.links.presence import Presence
@@ -104,9 +103,6 @@ class Fabric:
         self._presence = Presence(epoll)
         self.linkage = Linkage(epoll, self._presence, self._link_watch.start, heartbeat_s)
         self.linkage.rings.maker, self.linkage.congestion = rings, congestion
-        # Kept as attributes for waiters that poll them repeatedly.
-        self._outgoing, self._heard, self._full = self.linkage.outgoing, self.linkage.heard, self.linkage.full
-        self._rings = self.linkage.rings
         self._alarm = Alarm(epoll)
         try:
             self._reception = Reception(
@@ -147,55 +143,6 @@ class Fabric:
         lock, alarm, reception = self.lock, self._alarm, self._reception
         rounds = Rounds(lock, self._epoll, alarm, linkage, presence, reception, courier, departures, borrower)
         self.poller = Poller(lock, alarm, rounds, linkage.rings, dispatch, outcomes, mailboxes, spins)
-
-    # One link, for direct sends
-
-    def outgoing(self, fabric_id: str) -> Link | None:
-        """Return the link for messages to a process; None if there is none yet."""
-        return self._outgoing.get(fabric_id)
-
-    def heard_from(self, fabric_id: str) -> Link | None:
-        """Return the link on which short messages of a process arrive; None before the first one."""
-        return self._heard.get(fabric_id)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether a link has more to write than its socket took."""
-        return bool(self._full)
-
-    def press(self) -> None:
-        """Write on where a link was full, if one was."""
-        if self._full:
-            with self.lock:
-                for link in list(self._full):
-                    self.linkage.flush(link)
-
-    def take_in(self, link: Link, *parts: memoryview) -> None:
-        """Take in bytes that the thread with the poller's role has read from a link's socket."""
-
-        def read() -> None:
-            for part in parts:
-                link.take_in(part)
-
-        linkage = self.linkage
-        linkage.gathers = True
-        try:
-            linkage.read(link, read)
-        finally:
-            linkage.gathers = False
-        linkage.flush_all()
-
-    def read(self, link: Link) -> None:
-        """Read the links that have data. Requires the role of the poller."""
-        with self.lock:
-            if link.fileno() in self.linkage.links:
-                self.linkage.read(link)
-                self.linkage.flush_all()
-
-    def cut(self, link: Link) -> None:
-        """Drop a link that has lost bytes."""
-        with self.lock:
-            self.linkage.hang_up(link)
 
     def _look_after_links(self) -> None:
         self.poller.attend()

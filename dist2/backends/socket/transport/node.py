@@ -16,11 +16,12 @@ from functools import cached_property, partial
 import attrs
 from attrs.validators import deep_mapping, instance_of
 
-from dist2.backends.socket.transport import cross_memory, shared_memory
+from dist2.backends.socket.transport import shared_memory
 from dist2.backends.socket.transport.boards.arrivals import default_spins, lone_spins
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
 from dist2.backends.socket.transport.boards.roster import Member
+from dist2.backends.socket.transport.cross_memory import can_reach
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.host import host_id
 from dist2.backends.socket.transport.links.card import Card
@@ -279,7 +280,7 @@ class Node:
             raise ValueError("this process shares no memory")
         where = json.loads(text)
         neighbour = shared.neighbour(fabric_id, int(where["pid"]), where)
-        reachable = self.cross_memory and cross_memory.can_reach(neighbour.locator)
+        reachable = self.cross_memory and can_reach(neighbour.locator)
         memory = neighbour.region(int(where["offset"]), HEADER_BYTES + RING_BYTES).bytes
         return RingReader(memory, neighbour.pid if reachable else 0, neighbour.fileno())
 

@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """`Poller`: elects the thread that makes progress for all groups of a process; the others wait.
 
 A thread that waits makes progress for all: one at a time has the poller's role, the others sleep until a
@@ -12,16 +13,21 @@ from collections.abc import Callable, Mapping
 from time import monotonic_ns
 from typing import TypeVar, TypeVarTuple
 
+from cython.cimports.cpython.exc import PyErr_CheckSignals
+
 from dist2.backends.socket.transport.alarm import Alarm
 from dist2.backends.socket.transport.links.background import Background
 from dist2.backends.socket.transport.links.rings import Rings
 from dist2.backends.socket.transport.messages.dispatch import Dispatch
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
-from dist2.backends.socket.transport.rounds import RING_ROUNDS, Rounds
+from dist2.backends.socket.transport.rounds import BUSY_ROUNDS, Rounds
 from dist2.backends.socket.transport.spinning import Crowd, Spinning
+from dist2.runtime.built import check_built
 from dist2.runtime.lock import Lock
 from dist2.runtime.signals import ctrl_c
+
+check_built(__name__, __file__)
 
 _POLL_S = 0.05
 _LOOKS = 20
@@ -32,8 +38,6 @@ _BORROW_NS = 2_000_000
 """How long messages are read from other processes' memory before their senders are notified,"""
 _BORROW_BRIEFLY_NS = 100_000
 """The same where the polling thread may soon do other work, such as a collective."""
-_AT_ONCE = (False,)
-"""Arguments of a lock's `acquire` that try without waiting."""
 _CALLED_NS = 2_000_000
 """After a call that posts or waits, it is taken that the next one comes soon, and polls by itself."""
 
@@ -85,7 +89,7 @@ class Poller:
         self._dispatch = dispatch
         self._outcomes = outcomes
         self._mailboxes = mailboxes
-        self._changed = threading.Condition(lock)  # type: ignore[arg-type]  # as good as one of threading's
+        self._changed = threading.Condition(lock)
         self._waiters = 0
         self._told = 0  # how often waiters were told that something has changed
         self._background = Background(lock, self._is_watched, self._make_progress)
@@ -111,24 +115,20 @@ class Poller:
     ) -> Result | Otherwise:
         """Call a function with the poller's role; return its result.
 
-        The role is free again after it, also if signal handlers raise: they run where a function in Python
-        begins or one in C has returned, and so not between an attempt to take the role and the note of it.
+        The role is free again after it, also if signal handlers raise: none runs inside compiled code.
 
         Args:
             turn: The function.
             otherwise: The result if another thread polls, or this is closed.
             given: Its arguments.
         """
-        if self.closed or self.role.locked():
+        if self.closed or not self.role.take():
             return otherwise
-        taken = False
         try:
-            (taken,) = map(self.role.acquire, _AT_ONCE)
-            return turn(*given) if taken and not self.closed else otherwise
+            return turn(*given)
         finally:
             try:
-                if taken:
-                    self.role.release()
+                self.role.give()
             finally:
                 self.tell_waiters()
 
@@ -195,12 +195,13 @@ class Poller:
         while not done():
             if interrupted() or self.closed:
                 return False
+            PyErr_CheckSignals()  # compiled code runs no signal handlers by itself
             if ctrl_c.pending:
                 ctrl_c.look()
             self._called_ns = now = self.crowd.give_way() if looked else monotonic_ns()
             if now >= deadline_ns:
                 return False
-            left_s, looked = (deadline_ns - now) / 1e9, wakeful.at(now)
+            left_s, looked = (deadline_ns - now) / 1e9, wakeful.at(now, self._rounds.linkage.is_amid_frame())
             if not self.play(self._poll, False, left_s, looked):
                 self._wait_for_role(done, left_s)
         return True
@@ -213,7 +214,7 @@ class Poller:
             self.progress(0, _BORROW_NS)
         else:
             self._looks += 1
-            if self._rounds.borrows or not (self._looks % RING_ROUNDS and self._rings.readers):
+            if self._rounds.borrows or not (self._looks % BUSY_ROUNDS and self._rings.readers):
                 self.progress(0, _BORROW_NS)
         return True
 

@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """`Rounds`: one round of progress over all links of a process."""
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from dist2.backends.socket.transport.links.reception import Reception
 from dist2.backends.socket.transport.messages.borrower import Borrower
 from dist2.backends.socket.transport.messages.courier import Courier
 from dist2.backends.socket.transport.messages.departures import Departures
+from dist2.runtime.built import check_built
 from dist2.runtime.lock import Lock
 
-RING_ROUNDS = 16
-"""Descriptors have their turn as often, in rounds, while rings are never empty."""
+check_built(__name__, __file__)
+
+BUSY_ROUNDS = 16
+"""All descriptors have their turn as often, in rounds, while rings or a link are never empty."""
 IDLE_NS = 1_000_000
 """A shorter sleep, between two pieces of a message say, is no wait for another rank."""
 
@@ -53,13 +57,13 @@ class Rounds:
         self._lock = lock
         self._epoll = epoll
         self._alarm = alarm
-        self._linkage = linkage
+        self.linkage = linkage
         self._presence = presence
         self._reception = reception
         self._courier = courier
         self._departures = departures
         self._borrower = borrower
-        self._of_rings = 0
+        self._busy = 0
         self.idle_ns = 0
 
     @property
@@ -69,16 +73,19 @@ class Rounds:
 
     def make(self, timeout_s: float, borrow_ns: int) -> None:
         """Make one round: sleep until an event or the limit; read long messages up to theirs."""
-        linkage = self._linkage
+        linkage = self.linkage
         if self._borrower.queue:
             self._borrower.read_until(monotonic_ns() + borrow_ns)
             with self._lock:
                 linkage.flush_all()
             timeout_s = 0
-        if linkage.rings.links and self._serve_rings(timeout_s > 0):
-            if self._of_rings % RING_ROUNDS:
+        if self._serve_busy(timeout_s > 0):
+            self._busy += 1
+            if self._busy % BUSY_ROUNDS:
                 return
             timeout_s = 0  # the caller may wait for a moved message, and no ring wakes it
+        else:
+            self._busy = 0
         events = self._poll(timeout_s)
         with self._lock:
             if timeout_s > 0:
@@ -108,23 +115,27 @@ class Rounds:
             if slept_ns >= IDLE_NS:
                 self.idle_ns += slept_ns
 
-    def _serve_rings(self, sleepy: bool) -> bool:
-        """Move bytes of rings; if they are empty and the caller is about to sleep, request wake-ups."""
-        linkage = self._linkage
+    def _serve_busy(self, sleepy: bool) -> bool:
+        """Move bytes of rings, or of the link that some came through last; return whether there were some.
+
+        If rings are empty and the caller is about to sleep, request wake-ups.
+        """
+        linkage = self.linkage
         with self._lock:
+            if not linkage.rings.links:
+                return linkage.read_recent()
             moved = linkage.move_rings()
             if not moved and sleepy:
                 linkage.rings.doze(True)
                 moved = linkage.move_rings()
                 if moved:
                     linkage.rings.doze(False)
-        self._of_rings = self._of_rings + 1 if moved else 0
-        return moved
+            return moved or linkage.read_recent()
 
     def _serve(self, fd: int, event: int) -> None:
-        link = self._linkage.links.get(fd)
+        link = self.linkage.links.get(fd)
         if link is not None:
-            self._linkage.serve(link, event)
+            self.linkage.serve(link, event)
         elif fd in self._reception:
             self._reception.serve(fd)
         elif self._alarm.answers(fd):

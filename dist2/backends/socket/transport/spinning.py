@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """`Spinning`: how long a waiter polls before it sleeps. `Crowd`: whether it should sleep at once.
 
 A message that is on its way comes within microseconds, and waking a sleeper takes longer. But where
@@ -10,6 +11,10 @@ from __future__ import annotations
 
 import ctypes
 from time import monotonic_ns
+
+from dist2.runtime.built import check_built
+
+check_built(__name__, __file__)
 
 AWAKE_NS = 1_000_000
 SLOW_NS = 200_000
@@ -68,11 +73,17 @@ class Spinning:
         self._crowd = crowd
         self._looks = bool(spins)
 
-    def at(self, now_ns: int) -> bool:
-        """Whether to look again rather than sleep; call once a turn."""
-        if not self._looks:
+    def at(self, now_ns: int, is_amid: bool = False) -> bool:
+        """Whether to look again rather than sleep; call once a turn.
+
+        Args:
+            now_ns: The time.
+            is_amid: The rest of a frame is on its way: look even without spins.
+        """
+        if not (self._looks or is_amid):
             return False
         if not self._until:
             self._until = now_ns + AWAKE_NS
-        self._looks = now_ns <= self._until and not self._crowd.is_here(now_ns)
-        return self._looks
+        looks = now_ns <= self._until and not self._crowd.is_here(now_ns)
+        self._looks = self._looks and looks
+        return looks

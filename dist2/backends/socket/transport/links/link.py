@@ -60,7 +60,6 @@ class Link:
         held: Bytes that came over it for groups that are not open yet.
         settling: Remaining checks that may find that the other host is near, before it gets BBR: see
             `pacing`.
-        leased: A thread writes a long message on the socket itself: queued frames wait.
         silent: Consecutive checks at which the other host did not answer.
         tx: The ring that outgoing frames go through, in place of the socket.
         rx: The ring that incoming frames come through; the socket then carries wake-ups only.
@@ -72,7 +71,6 @@ class Link:
         self.incoming: dict[int, Receiving] = {}
         self.receiving: Receiving | None = None
         self.wants_write = False
-        self.leased = False
         self.held = 0
         self.settling = SETTLING_LOOKS
         self.silent = 0
@@ -108,21 +106,11 @@ class Link:
 
     def is_idle(self) -> bool:
         """Whether everything queued was handed to the kernel."""
-        return not (self._writing or self._frames or self._bulk or self.leased)
+        return not (self._writing or self._frames or self._bulk)
 
     def is_clear(self) -> bool:
         """Whether the next write goes out, and goes out first."""
         return not self._broken and self.is_idle()
-
-    @property
-    def has_frames(self) -> bool:
-        """Whether something waits that nothing was written of yet."""
-        return bool(self._frames or self._bulk)
-
-    @property
-    def is_free_socket(self) -> bool:
-        """Whether the next send goes straight to the kernel."""
-        return self.tx is None and self.is_clear()
 
     @property
     def prompt(self) -> bool:
@@ -164,25 +152,12 @@ class Link:
         else:
             self._writing = [memoryview((header + bytes(payload))[count:])]
 
-    def finish_frame(self, rest: bytes) -> None:
-        """Queue the rest of a frame that a script has begun, before all others."""
-        if not self._broken:
-            self._writing = [memoryview(rest)]
-
-    def finish_segment(self, sending: Sending, header: memoryview, rest: memoryview) -> None:
-        """Write the rest of a segment that a script has begun, and then those queued after it."""
-        if not self._broken:
-            self._segment_of = sending
-            self._writing = [part for part in (header, rest) if len(part)]
-
     def flush(self) -> None:
         """Write until the socket or ring is full or nothing is left.
 
         Raises:
             OSError: The connection is gone.
         """
-        if self.leased:
-            return
         while self._writing or self._next_frame():
             try:
                 count = (self.tx or self.sock).sendmsg(self._writing)
@@ -279,8 +254,8 @@ class Link:
 
     # In
 
-    def read(self) -> None:
-        """Read available bytes, for a bounded number of calls.
+    def read(self) -> bool:
+        """Read available bytes, for a bounded number of calls; return whether some came through a socket.
 
         Raises:
             EOFError: The other side closed.
@@ -293,35 +268,24 @@ class Link:
                 pass
             if ended:
                 raise EOFError
-            return
+            return False
         reader = self.reader
-        for _ in range(_READS_AT_ONCE):
-            reader.awaits_long = bool(self.incoming)
+        for turn in range(_READS_AT_ONCE):
+            if self.incoming:
+                reader.awaits_long = True
             target = reader.target()
             if not len(target):
                 raise WireError("a frame that does not fit its buffer")
             try:
                 count = self.sock.recv_into(target)
             except BlockingIOError:
-                return
+                return turn > 0
             if count == 0:
                 raise EOFError
             reader.received(count)
-            if self.rx is not None or (count < len(target) and not reader.is_amid_long):
-                return
-
-    def take_in(self, data: memoryview) -> None:
-        """Process bytes that were read elsewhere.
-
-        Raises:
-            WireError: It is not the protocol.
-        """
-        while len(data):
-            target = self.reader.target()
-            count = min(len(target), len(data))
-            target[:count] = data[:count]
-            self.reader.received(count)
-            data = data[count:]
+            if self.rx is not None or reader.between_frames():
+                break
+        return True
 
     def read_ring(self) -> bool:
         """Read the ring, for a bounded number of calls; False if it is empty now.

@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """`Linkage`: the links of one process, written to, read and dropped. The fabric's lock guards it."""
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from dist2.backends.socket.transport.links.presence import Presence
 from dist2.backends.socket.transport.links.ring import RingWriter
 from dist2.backends.socket.transport.links.rings import Rings
 from dist2.errors import AuthenticationError, ResourceError, WireError
+from dist2.runtime.built import check_built
 from dist2.runtime.resources import is_shortage, shortage
 from dist2.runtime.tcp_keepalive import SILENT_LOOKS, is_silent
 from dist2.security.handshake import explanation
 from dist2.security.tls import TlsStream, socket_below
+
+check_built(__name__, __file__)
 
 log = logging.getLogger("dist2.fabric")
 
@@ -42,11 +46,12 @@ class LinkageOwner(LinkOwner, Protocol):
 class TlsLink(Link):
     """A link over a `TlsStream`, which may hold decrypted bytes that a poll does not report."""
 
-    def read(self) -> None:
+    def read(self) -> bool:
         """Do as `Link.read`, until no such bytes are left."""
-        super().read()
+        came = super().read()
         while isinstance(self.sock, TlsStream) and self.sock.pending():
             super().read()
+        return came
 
 
 class Linkage:
@@ -63,8 +68,8 @@ class Linkage:
         outgoing: The link for messages to a process, by its fabric id.
         heard: The link that delivered short messages of a process, by its fabric id.
         entering: Links in a handshake, and the function that continues it.
-        full: Links with more data to write than their sockets accepted.
         rings: The links with frames in shared memory.
+        recent: The link that something came through last.
         gathers: Whether short frames are collected, and sent together once all arrived frames were read.
         congestion: The first congestion control of links if the system's is BBR: see `pacing`.
     """
@@ -76,8 +81,8 @@ class Linkage:
         self.outgoing: dict[str, Link] = {}
         self.heard: dict[str, Link] = {}
         self.entering: dict[Link, Callable[[Link], None]] = {}
-        self.full: set[Link] = set()
         self.rings = Rings()
+        self.recent: Link | None = None
         self.gathers = False
         self.congestion = "reno"
         self._epoll = epoll
@@ -116,9 +121,10 @@ class Linkage:
         if self.links.pop(fd, None) is None:
             return
         self.entering.pop(link, None)
-        self.full.discard(link)
         self.rings.forget(link)
         self._epoll.unregister(fd)
+        if self.recent is link:
+            self.recent = None
         for known in (self.heard, self.outgoing):
             if known.get(peer_id) is link:
                 del known[peer_id]
@@ -186,7 +192,6 @@ class Linkage:
             if link.tx.other_sleeps:
                 link.wake_peer()
         elif link.wants_write != wanted and link.fileno() in self.links:
-            (self.full.add if link.wants_write else self.full.discard)(link)
             events = select.EPOLLIN | (select.EPOLLOUT if link.wants_write else 0)
             self._epoll.modify(link.fileno(), events)
 
@@ -204,7 +209,7 @@ class Linkage:
     def flush_all(self) -> None:
         """Write the queued frames of all links, as far as there is room."""
         for link in list(self.links.values()):
-            if not link.is_idle() and not link.wants_write:
+            if not (link.is_idle() or (link.wants_write and link.tx is not None)):  # see `move_rings`
                 self.flush(link)
 
     def go_on_in_ring(self, link: Link, writer: RingWriter) -> None:
@@ -215,10 +220,14 @@ class Linkage:
 
     # In
 
-    def read(self, link: Link, read: Callable[[], object] | None = None) -> None:
-        """Read a link, or process bytes read elsewhere; drop the link at its end."""
+    def read(self, link: Link, of_ring: bool = False) -> bool:
+        """Read a link, or its ring; drop it at its end. Return whether something came through a socket."""
         try:
-            (read or link.read)()
+            if of_ring:
+                link.read_ring()
+            elif link.read():
+                self.recent = link
+                return True
         except (EOFError, OSError) as error:
             if isinstance(error, OSError) and is_shortage(error):  # it is read again
                 self.note_shortage(shortage(error, "recv"))
@@ -232,6 +241,29 @@ class Linkage:
         except BaseException as error:  # a signal handler that raises: a frame may be half read
             self.hang_up(link, error)
             raise
+        return False
+
+    def read_recent(self) -> bool:
+        """Read the link that something came through last; return whether something came again.
+
+        That is seldom in vain while messages go to and fro, and costs less than a poll of all descriptors.
+        """
+        if self.recent is None:
+            return False
+        self.gathers = True
+        try:
+            came = self.read(self.recent)
+        finally:
+            self.gathers = False
+        self.flush_all()
+        return came
+
+    def is_amid_frame(self) -> bool:
+        """Whether some frame is read or written in part: its rest will move soon."""
+        for link in self.links.values():  # noqa: SIM110 - no other thread runs during a loop in C
+            if not link.reader.between_frames() or link.wants_write:
+                return True
+        return False
 
     def serve(self, link: Link, event: int) -> None:
         """Handle the events of a poll."""
@@ -250,7 +282,7 @@ class Linkage:
             if link.rx is not None and link.rx.has_bytes:
                 moved = self.gathers = True
                 try:
-                    self.read(link, link.read_ring)
+                    self.read(link, True)
                 finally:
                     self.gathers = False
             if link.wants_write and link.tx is not None and link.tx.has_room and link in self.rings.links:

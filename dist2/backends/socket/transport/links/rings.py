@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """`Rings`: the links of one process whose frames go through shared memory. The fabric's lock guards it."""
 
 from __future__ import annotations
@@ -7,6 +8,9 @@ from typing import Protocol
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.ring import RingReader, RingWriter
 from dist2.errors import PeerLostError, WireError
+from dist2.runtime.built import check_built
+
+check_built(__name__, __file__)
 
 
 class RingMaker(Protocol):

@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """`Borrower`: reads long messages directly from their senders' memory; see `loans`."""
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.backends.socket.transport.messages.transfer import Receiving
 from dist2.backends.socket.wire import Header, Kind
+from dist2.runtime.built import check_built
 from dist2.runtime.lock import Lock
+
+check_built(__name__, __file__)
 
 
 class Borrower:

@@ -72,8 +72,7 @@ class Comparison:
 
     def agrees(self, mailbox: Mailbox, receiving: Receiving, peer: int, header: Header) -> bool:
         """Whether a message matches its receive; if not, the group fails on both sides."""
-        fits = header.total <= receiving.nbytes if receiving.tagged else header.total == receiving.nbytes
-        if fits and header.fingerprint == receiving.fingerprint:
+        if receiving.fits(header):
             return True
         self._accuse(mailbox, peer, header)
         if receiving.tagged:
@@ -139,7 +138,7 @@ class Comparison:
                 except (PeerLostError, ResourceError):
                     continue  # its death is reported elsewhere
                 number = theirs if rank in mailbox.calls.offenders else 0
-                self._linkage.send(link, frame._replace(transfer=number).encode() + payload)
+                self._linkage.send(link, frame.about(number).encode() + payload)
 
     @staticmethod
     def _accusations(mailbox: Mailbox) -> bytes:

@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """`Courier`: sends frames to the members of groups. Under the fabric's lock; never blocks."""
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from dist2.backends.socket.transport.links.presence import Presence
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.wire import Header
 from dist2.errors import PeerLostError, ResourceError
+from dist2.runtime.built import check_built
+
+check_built(__name__, __file__)
 
 
 class Courier:

@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """`Delivery`: matches arrived messages with receives. Under the fabric's lock; never blocks.
 
 Long messages were announced only: the receiver accepts when it has a buffer, and the payload goes straight
@@ -18,6 +19,9 @@ from dist2.backends.socket.transport.messages.transfer import Receiving
 from dist2.backends.socket.transport.raw import address_of
 from dist2.backends.socket.wire import TAGGED, Header, Kind, Loan
 from dist2.errors import PeerLostError, WireError
+from dist2.runtime.built import check_built
+
+check_built(__name__, __file__)
 
 
 class Delivery:
@@ -55,7 +59,7 @@ class Delivery:
         header, peer = arrived.header, arrived.peer
         if peer != mailbox.rank:
             self.account_for(mailbox, peer, receiving.tagged, arrived.cost)
-        if not self._comparison.agrees(mailbox, receiving, peer, header):
+        if not (receiving.fits(header) or self._comparison.agrees(mailbox, receiving, peer, header)):
             return
         receiving.source, receiving.nbytes = peer, header.total
         assert receiving.data is not None  # it was posted
@@ -122,7 +126,7 @@ class Delivery:
             self._comparison.contradiction(mailbox, peer, header)
             return None
         self.account_for(mailbox, peer, receiving.tagged, FRAME_COST + header.nbytes)
-        if not self._comparison.agrees(mailbox, receiving, peer, header):
+        if not (receiving.fits(header) or self._comparison.agrees(mailbox, receiving, peer, header)):
             return None
         receiving.source, receiving.nbytes = peer, header.nbytes
         link.receiving = receiving
@@ -136,8 +140,7 @@ class Delivery:
         if receiving is not None:  # else it was cancelled while its payload came in
             self._outcomes.message_received(receiving)
 
-    @staticmethod
-    def begin_segment(link: Link, header: Header) -> memoryview | None:
+    def begin_segment(self, link: Link, header: Header) -> memoryview | None:
         """Return where a part of an announced message goes; None if the receive was cancelled meanwhile.
 
         Raises:

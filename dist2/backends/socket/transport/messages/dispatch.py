@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """`Dispatch`: posts and sends messages. Under the fabric's lock; never blocks.
 
 Short messages travel at once (`EAGER`), within a credit that bounds the memory of the receiver.
@@ -31,6 +32,9 @@ from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.backends.socket.transport.messages.transfer import Message, Receiving, Sending
 from dist2.backends.socket.wire import EAGER_BYTES, LOAN_BYTES, PROMPT_BYTES, TAGGED, Header, Kind
 from dist2.errors import Dist2Error, PeerLostError, ResourceError
+from dist2.runtime.built import check_built
+
+check_built(__name__, __file__)
 
 
 class Dispatch:
@@ -63,6 +67,7 @@ class Dispatch:
 
     def post_send(self, mailbox: Mailbox, sending: Sending) -> None:
         """Send as far as credit and the receiver allow."""
+        sending.unasked = sending.nbytes <= EAGER_BYTES
         refusal = self._refusal(mailbox, sending.peer)
         if refusal is None and sending.tagged and mailbox.aborters:  # its receiver may never come
             refusal = aborted_error(mailbox)
@@ -123,17 +128,17 @@ class Dispatch:
             self._comparison.introduce(mailbox, link, sending.peer, sending.fingerprint, seq, sending.number)
         account = mailbox.accounts[sending.tagged][sending.peer]
         if not sending.unasked:
-            sending.unasked = link.is_free_socket and _may_be_prompt(account, sending)
+            sending.unasked = link.tx is None and link.is_clear() and _may_be_prompt(account, sending)
         account.used += cost_of(sending)
         eager = sending.unasked
         if not eager and self._offer(mailbox, link, sending):
             return
         if not eager:
             mailbox.sending[sending.number] = sending
-            link.put(_header(Kind.ANNOUNCE, sending, transfer=sending.number).encode())
+            link.put(sending.header(Kind.ANNOUNCE, 0, sending.number).encode())
         else:
             try:
-                sent = link.send(_header(Kind.EAGER, sending, nbytes=sending.nbytes).encode(), sending)
+                sent = link.send(sending.header(Kind.EAGER, sending.nbytes, 0).encode(), sending)
             except OSError:
                 link.give_up_writing()  # its reader finds whether the peer died, left or refuses
                 sent = False
@@ -162,12 +167,6 @@ class Dispatch:
                     mailbox.note_reason(error)
                     self.cancel(mailbox, message, error)
 
-    def send_rest(self, mailbox: Mailbox, link: Link, header: bytes, sending: Sending, count: int) -> None:
-        """Send the rest of a message that the kernel took in part."""
-        mailbox.sending[sending.number] = sending
-        link.go_on(header, sending, count)
-        self._linkage.flush(link)
-
     def _offer(self, mailbox: Mailbox, link: Link, sending: Sending) -> bool:
         """Announce a long message that the receiver may read where it lies; False if it may not."""
         data = sending.data
@@ -179,7 +178,7 @@ class Dispatch:
             return False
         sending.lend(lent)
         mailbox.sending[sending.number] = sending
-        header = _header(Kind.OFFER, sending, nbytes=LOAN_BYTES).encode()
+        header = sending.header(Kind.OFFER, LOAN_BYTES, 0).encode()
         link.put(header + lent.loan(sending.number, data).encode())
         self._linkage.flush(link)
         return True
@@ -191,7 +190,7 @@ class Dispatch:
         return PeerLostError(f"{mailbox.names([peer])} cannot be reached: {why}", ranks=[peer])
 
     def _send_to_self(self, mailbox: Mailbox, sending: Sending) -> None:
-        header = _header(Kind.ANNOUNCE, sending, transfer=sending.number)
+        header = sending.header(Kind.ANNOUNCE, 0, sending.number)
         arrived = Arrived(header, mailbox.rank, local=sending)
         held = mailbox.accounts[sending.tagged][mailbox.rank].held
         if sending.nbytes <= EAGER_BYTES and held + cost_of(sending) <= CREDIT_BYTES:
@@ -244,21 +243,6 @@ def _lacking(receiver: str, shortage: ResourceError, tagged: bool) -> ResourceEr
     """
     text = f"{receiver} cannot be reached from this process: {shortage}"
     return ResourceError(text, group_usable=tagged)
-
-
-def _header(kind: Kind, sending: Sending, nbytes: int = 0, transfer: int = 0) -> Header:
-    """Return the header of a frame about a message, with so many bytes behind it."""
-    return Header(
-        kind,
-        flags=TAGGED if sending.tagged else 0,
-        context=sending.context,
-        seq=sending.seq,
-        tag=sending.tag,
-        fingerprint=sending.fingerprint,
-        nbytes=nbytes,
-        transfer=transfer,
-        total=sending.nbytes,
-    )
 
 
 def _may_be_prompt(account: Account, sending: Sending) -> bool:

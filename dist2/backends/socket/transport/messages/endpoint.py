@@ -1,12 +1,12 @@
+# cython: annotation_typing=False
 """`FabricEndpoint`: one group's messages over the fabric of its process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import cached_property
 from time import monotonic_ns
 
-from dist2.backends.socket.transport.base import ANY_SOURCE, Endpoint, Transfer
+from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links.card import Card
 from dist2.backends.socket.transport.messages.ballot import Ballot
@@ -19,7 +19,10 @@ from dist2.backends.socket.transport.messages.mailbox import Mailbox, OnRevoked
 from dist2.backends.socket.transport.messages.transfer import Message, Receiving, Sending
 from dist2.backends.socket.transport.messages.ways import ShortWays
 from dist2.errors import Dist2Error, GroupAbortedError, OperationTimeoutError, PeerLostError
+from dist2.runtime.built import check_built
 from dist2.runtime.rank_names import RANKS, RankNames
+
+check_built(__name__, __file__)
 
 _PROBE_NS = 50_000_000
 """How long a wait lasts before other members are asked; then twice as long, and so on"""
@@ -27,7 +30,7 @@ _PROBES_NS = 1_000_000_000
 """up to this."""
 
 
-class FabricEndpoint(Endpoint):
+class FabricEndpoint:
     """Posts messages of one group to its fabric, and waits for them.
 
     Args:
@@ -69,23 +72,29 @@ class FabricEndpoint(Endpoint):
         self.world_size = len(cards)
         self.waited_ns = 0
         self._fabric = fabric
-        self._spins = spins
-        self._lone_spins = lone_spins
+        self._poller = fabric.poller
+        self._dispatch = fabric.dispatch
+        self._lock = fabric.lock
         self._mailbox = Mailbox(context, rank, cards, inside, describe, beside, on_revoked, names, uid)
         self._inquiry = Inquiry(fabric, self._mailbox)
+        self._ballot: Ballot | None = None
+        self._spins = spins
+        self._lone_spins = lone_spins
         with fabric.lock:
             fabric.groups.open(self._mailbox)
         fabric.poller.tell_finished()
 
-    # Made at first use: many groups never need them
-
-    @cached_property
-    def ballot(self) -> Ballot:
-        return Ballot(self._fabric, self._mailbox)
-
-    @cached_property
+    @property
     def ways(self) -> ShortWays:
+        """The direct paths of messages, made for a plan of them."""
         return ShortWays(self._fabric, self._mailbox, self._spins, self._lone_spins, self._wait_for)
+
+    @property
+    def ballot(self) -> Ballot:
+        """Made at first use: many groups never need it."""
+        if self._ballot is None:
+            self._ballot = Ballot(self._fabric, self._mailbox)
+        return self._ballot
 
     def ask(self, witness: Callable[[int], str]) -> None:
         """Set the source of a member's last operation for errors, if messages do not contain it."""
@@ -97,11 +106,11 @@ class FabricEndpoint(Endpoint):
         Raises:
             MismatchError, PeerLostError, GroupAbortedError: The group has failed meanwhile.
         """
-        fabric, mailbox = self._fabric, self._mailbox
-        fabric.poller.glance(seldom=True)  # bytes that are read before the receive is posted are copied twice
+        mailbox = self._mailbox
+        self._poller.glance(seldom=True)  # bytes that are read before the receive is posted are copied twice
         if mailbox.begin(seq, fingerprint):
-            with fabric.lock:
-                fabric.comparison.compare(mailbox, seq, fingerprint)
+            with self._lock:
+                self._fabric.comparison.compare(mailbox, seq, fingerprint)
         if mailbox.fault is not None:
             raise self._inquiry.explain(mailbox.fault)
 
@@ -115,7 +124,7 @@ class FabricEndpoint(Endpoint):
         if met:
             mailbox.calls.met = seq
         elif seq == 1 and mailbox.origin is not None:
-            with self._fabric.lock:
+            with self._lock:
                 self._fabric.origins.announce(mailbox)
         if mailbox.calls.put_off_ns:
             self._inquiry.put_off_no_more()
@@ -127,29 +136,29 @@ class FabricEndpoint(Endpoint):
         return self._recv(Receiving(self._mailbox.context, peer, False, seq, step, fingerprint, buffer))
 
     def send_tagged(self, peer: int, tag: int, fingerprint: int, data: memoryview) -> Transfer:
-        self._fabric.poller.glance()
+        self._poller.glance()
         return self._send(Sending(self._mailbox.context, peer, True, 0, tag, fingerprint, data))
 
     def recv_tagged(self, peer: int, tag: int, fingerprint: int, buffer: memoryview) -> Transfer:
-        self._fabric.poller.glance()
+        self._poller.glance()
         return self._recv(Receiving(self._mailbox.context, peer, True, 0, tag, fingerprint, buffer))
 
     def _send(self, sending: Sending) -> Sending:
-        with self._fabric.lock:
-            self._fabric.dispatch.post_send(self._mailbox, sending)
+        with self._lock:
+            self._dispatch.post_send(self._mailbox, sending)
         if sending.peer == self.rank:  # it may have ended a receive that another thread waits for
-            self._fabric.poller.tell_finished()
-            self._fabric.poller.wake()
+            self._poller.tell_finished()
+            self._poller.wake()
         return sending
 
     def _recv(self, receiving: Receiving) -> Receiving:
-        with self._fabric.lock:
-            self._fabric.dispatch.post_recv(self._mailbox, receiving)
+        with self._lock:
+            self._dispatch.post_recv(self._mailbox, receiving)
         if receiving.loan is not None:  # an offered message can be read, by any poller
-            self._fabric.poller.wake()
+            self._poller.wake()
         if receiving.source == self.rank:  # it may have ended a send that another thread waits for
-            self._fabric.poller.tell_finished()
-            self._fabric.poller.wake()
+            self._poller.tell_finished()
+            self._poller.wake()
         return receiving
 
     def background(self, transfer: Transfer, deadline_ns: int) -> None:
@@ -159,19 +168,19 @@ class FabricEndpoint(Endpoint):
         """
         if isinstance(transfer, Message):
             transfer.deadline_ns = deadline_ns
-        self._fabric.poller.background()
+        self._poller.background()
 
     def attend_shortly(self) -> None:
         """Note that this thread polls now; process arrived frames if no thread has for a while."""
-        self._fabric.poller.glance()
+        self._poller.glance()
 
     def help(self, transfer: Transfer, deadline_ns: int) -> None:
         """Make progress until a message in the background is done, or the deadline passes."""
         if not transfer.done:
             self._poll_until(lambda: transfer.done, deadline_ns)
             if not transfer.done:
-                self._fabric.poller.fail_overdue()
-        self._fabric.poller.tell_finished()
+                self._poller.fail_overdue()
+        self._poller.tell_finished()
 
     def wait(self, transfers: Sequence[Transfer], deadline_ns: int, beside: Sequence[Transfer] = ()) -> None:
         for transfer in transfers:
@@ -195,7 +204,7 @@ class FabricEndpoint(Endpoint):
             self._mailbox.note_reason(error)
             self.cancel(transfers)
             raise
-        self._fabric.poller.tell_finished()
+        self._poller.tell_finished()
         if not complete:
             self._give_up(transfers)
         errors = (transfer.error for transfer in (*transfers, *beside) if transfer.error is not None)
@@ -218,13 +227,13 @@ class FabricEndpoint(Endpoint):
                 self._inquiry.put_off_no_more()
             if self._interrupted() or monotonic_ns() >= deadline_ns:
                 return False
-            with self._fabric.lock:
+            with self._lock:
                 self._fabric.probes.probe(self._mailbox)
             pause_ns = min(2 * pause_ns, _PROBES_NS)
 
     def _poll_until(self, done: Callable[[], bool], deadline_ns: int) -> bool:
         """Make progress until ``done()``; count the time in which there was none to make."""
-        poller = self._fabric.poller
+        poller = self._poller
         since_ns, idle_ns = monotonic_ns(), poller.idle_ns
         try:
             return poller.run_until(done, deadline_ns, self._interrupted)
@@ -245,7 +254,7 @@ class FabricEndpoint(Endpoint):
         Raises:
             PeerLostError, MismatchError, GroupAbortedError: The cause of the group's failure.
         """
-        if self._fabric.poller.run_until(done, until_ns, self._interrupted, spins):
+        if self._poller.run_until(done, until_ns, self._interrupted, spins):
             return True
         if self._inquiry.is_overdue:
             self._inquiry.put_off_no_more()
@@ -255,7 +264,7 @@ class FabricEndpoint(Endpoint):
 
     def probe(self) -> None:
         """Send this rank's call to the other members after it has been blocked for a while."""
-        with self._fabric.lock:
+        with self._lock:
             self._fabric.probes.probe(self._mailbox)
 
     def deserted(self, peer: int | None = None) -> PeerLostError | None:
@@ -267,7 +276,7 @@ class FabricEndpoint(Endpoint):
         mailbox = self._mailbox
         if not mailbox.left:
             return None
-        with self._fabric.lock:
+        with self._lock:
             gone = self._fabric.probes.behind(mailbox) if peer is None else [peer]
             return left_error(mailbox, gone) if mailbox.left.issuperset(gone) and gone else None
 
@@ -287,7 +296,7 @@ class FabricEndpoint(Endpoint):
 
     def wake(self) -> None:
         """Have a thread that waits look again."""
-        self._fabric.poller.wake()
+        self._poller.wake()
 
     def _interrupted(self) -> bool:
         mailbox = self._mailbox
@@ -310,16 +319,16 @@ class FabricEndpoint(Endpoint):
         raise error
 
     def cancel(self, transfers: Sequence[Transfer]) -> None:
-        with self._fabric.lock:
+        with self._lock:
             for transfer in transfers:
                 if not transfer.done and isinstance(transfer, Message):
-                    self._fabric.dispatch.cancel(self._mailbox, transfer, GroupAbortedError("cancelled"))
-        self._fabric.poller.tell_finished()
+                    self._dispatch.cancel(self._mailbox, transfer, GroupAbortedError("cancelled"))
+        self._poller.tell_finished()
 
     def disagree(self, seq: int) -> None:
-        with self._fabric.lock:
+        with self._lock:
             self._fabric.comparison.report(self._mailbox, seq)
-        self._fabric.poller.tell_finished()
+        self._poller.tell_finished()
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when `attend` has something to do."""
@@ -331,13 +340,13 @@ class FabricEndpoint(Endpoint):
         Raises:
             PeerLostError, MismatchError, GroupAbortedError: The cause of the group's failure.
         """
-        self._fabric.poller.attend()
+        self._poller.attend()
         if self._interrupted():
             self._give_up([])
 
     def seek(self, ranks: Iterable[int]) -> None:
         """Ask members that are not there, after a while, which groups they have made."""
-        with self._fabric.lock:
+        with self._lock:
             self._fabric.origins.seek(self._mailbox, ranks)
 
     def hear_out(self, ranks: Collection[int], left: Collection[int]) -> None:
@@ -352,8 +361,8 @@ class FabricEndpoint(Endpoint):
 
     def last_seen(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return the operation that each of some members was last seen at, in words."""
-        self._fabric.poller.attend()
-        with self._fabric.lock:
+        self._poller.attend()
+        with self._lock:
             return last_seen(self._mailbox.calls, ranks)
 
     def why(self, ranks: Iterable[int]) -> str:
@@ -368,7 +377,7 @@ class FabricEndpoint(Endpoint):
 
     def look(self) -> None:
         """Process arrived reports of members without waiting, also if the group is broken."""
-        self._fabric.poller.attend()
+        self._poller.attend()
 
     def revoke(self, by: int) -> None:
         """Make every pending and later message of the group fail with `GroupRevokedError`, on all members.
@@ -376,16 +385,16 @@ class FabricEndpoint(Endpoint):
         Args:
             by: Group rank that revoked it.
         """
-        with self._fabric.lock:
+        with self._lock:
             self._fabric.assembly.revoke(self._mailbox, by)
-        self._fabric.poller.tell_finished()
-        self._fabric.poller.wake()
+        self._poller.tell_finished()
+        self._poller.wake()
 
     def lost(self) -> dict[int, str]:
         """Return the group ranks that are known to have died, and how each ended, in words."""
         mailbox = self._mailbox
-        self._fabric.poller.attend()
-        with self._fabric.lock:
+        self._poller.attend()
+        with self._lock:
             return {
                 rank: self._fabric.end_of(each)
                 for rank, each in enumerate(mailbox.fabric_ids)
@@ -395,10 +404,10 @@ class FabricEndpoint(Endpoint):
     def departed(self) -> dict[int, str]:
         """Return the group ranks that are known to have left or aborted the group, in words."""
         mailbox = self._mailbox
-        with self._fabric.lock:
+        with self._lock:
             self._fabric.probes.reach(mailbox)  # a member without a link may not have been able to say so
-        self._fabric.poller.attend()
-        with self._fabric.lock:
+        self._poller.attend()
+        with self._lock:
             return {
                 rank: f"aborted the group{mailbox.why([rank])}"
                 if rank in mailbox.aborters
@@ -409,12 +418,11 @@ class FabricEndpoint(Endpoint):
     def abort(self, error: Dist2Error) -> None:
         """Make blocked waits raise ``error``. Safe in signal handlers."""
         self._mailbox.aborted = error
-        self._fabric.poller.wake()
+        self._poller.wake()
 
     def close(self, error: BaseException | None = None) -> None:
         fault = error if isinstance(error, Dist2Error) else GroupAbortedError("the group was closed")
-        with self._fabric.lock:
+        with self._lock:
             self._fabric.groups.close(self._mailbox, fault)
-        self.__dict__.pop("ways", None)  # they lead back here
-        self._fabric.poller.tell_finished()
-        self._fabric.poller.wake()
+        self._poller.tell_finished()
+        self._poller.wake()

@@ -379,8 +379,7 @@ cdef class Express:
         link = self.links_from.get(self.fabric_id)
         if link is None or self.mailbox.fault is not None:
             return None
-        reader = link.reader
-        if reader._header is not None or reader._filled:
+        if not link.reader.between_frames():
             return None
         if not wants_next:
             return link

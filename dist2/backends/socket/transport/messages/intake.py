@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """`Intake`: handles arrived frames. Under the fabric's lock; never blocks."""
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from dist2.backends.socket.transport.messages.probes import Probes
 from dist2.backends.socket.transport.messages.transfer import Sending
 from dist2.backends.socket.wire import ABORTED, UNSEEN, Header, Kind, Loan
 from dist2.errors import AuthenticationError, WireError
+from dist2.runtime.built import check_built
+
+check_built(__name__, __file__)
 
 _WORDS = 300
 """Longest text about the end of a process, in characters."""
@@ -169,7 +173,7 @@ def _arrived(link: Link, peer: int, header: Header, payload: bytearray | None) -
     """Return the message that a frame contains, or announces."""
     if header.kind is Kind.OFFER:
         loan = Loan.decode(payload or b"")
-        return Arrived(header._replace(transfer=loan.number), peer, link=link, loan=loan)
+        return Arrived(header.about(loan.number), peer, link=link, loan=loan)
     return Arrived(header, peer, payload if header.kind is Kind.EAGER else None, link=link)
 
 

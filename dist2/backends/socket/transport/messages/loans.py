@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """Loans: a long message inside a host, which its receiver reads from the sender's memory.
 
 The sender's `OFFER` contains the address of the message, and the sender enters the loan in a slot of its
@@ -11,10 +12,13 @@ from __future__ import annotations
 
 import threading
 
-from dist2.backends.socket.transport import cross_memory
+from dist2.backends.socket.transport.cross_memory import read as read
 from dist2.backends.socket.transport.links.ring import RingReader, RingWriter
 from dist2.backends.socket.transport.raw import address_of
 from dist2.backends.socket.wire import Loan
+from dist2.runtime.built import check_built
+
+check_built(__name__, __file__)
 
 PIECE_BYTES = 1 << 20
 """Bytes read in one call: a thread that gives up a receive waits at most for one such read."""
@@ -91,7 +95,7 @@ class Borrowed:
                 return
             count = min(self._missing, PIECE_BYTES)
             source = self.loan.address + self._read
-            cross_memory.read(self._pid, self._buffer + self._read, source, count)
+            read(self._pid, self._buffer + self._read, source, count)
             self._read += count
             self._missing -= count
 

@@ -17,14 +17,12 @@ class Lot:
         tag: Their tag.
         fingerprint: The operation's fingerprint.
         nbytes: Length of the payload.
-        tagged: Point-to-point, or part of a collective: the tag is the step of its schedule then.
     """
 
     peer: int
     tag: int
     fingerprint: int
     nbytes: int
-    tagged: bool = True
 
     @property
     def is_long(self) -> bool:

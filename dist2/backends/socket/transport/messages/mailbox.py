@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """`Mailbox`: posted operations and arrived messages of one group in this process. No sockets here."""
 
 from __future__ import annotations
@@ -5,9 +6,6 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
-
-import attrs
 
 from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.links.card import Card
@@ -19,11 +17,16 @@ from dist2.backends.socket.transport.messages.made import Origin
 from dist2.backends.socket.transport.messages.transfer import Receiving, Sending
 from dist2.backends.socket.wire import TAGGED, Header, Loan
 from dist2.errors import Dist2Error, GroupAbortedError, GroupRevokedError, MismatchError, WireError
+from dist2.runtime.built import check_built
 from dist2.runtime.rank_names import RANKS, RankNames
+
+check_built(__name__, __file__)
 
 OnRevoked = Callable[[GroupRevokedError], None]
 Key = tuple[bool, int, int, int]
 """Tagged or not, group rank of the other side, seq, and tag or step."""
+
+_next_arrival = itertools.count(1).__next__
 
 REASON_BYTES = 1000
 """Bytes of an error's text that are sent to others."""
@@ -31,12 +34,11 @@ REASON_BYTES = 1000
 
 def key_of(header: Header, peer: int) -> Key:
     """Return the key of a message by its first frame and its sender's group rank."""
-    if header.flags & TAGGED:
-        return (True, peer, 0, header.tag)
-    return (False, peer, header.seq, header.tag)
+    if header.fields.flags & TAGGED:
+        return (True, peer, 0, header.fields.tag)
+    return (False, peer, header.fields.seq, header.fields.tag)
 
 
-@attrs.define(eq=False)
 class Arrived:
     """A message that arrived before its receive.
 
@@ -48,24 +50,36 @@ class Arrived:
         link: The link it came over.
         loan: Where an offered one lies.
         order: Counts arrivals: a receive from any takes the first.
+        key: Its key.
     """
 
-    header: Header
-    peer: int
-    payload: bytearray | None = None
-    local: Sending | None = None
-    link: Link | None = None
-    loan: Loan | None = None
-    order: int = attrs.field(factory=itertools.count(1).__next__)
-
-    @property
-    def key(self) -> Key:
-        return key_of(self.header, self.peer)
+    def __init__(
+        self,
+        header: Header,
+        peer: int,
+        payload: bytearray | None = None,
+        local: Sending | None = None,
+        link: Link | None = None,
+        loan: Loan | None = None,
+    ) -> None:
+        self.header = header
+        self.peer = peer
+        self.payload = payload
+        self.local = local
+        self.link = link
+        self.loan = loan
+        self.order = _next_arrival()
+        self.key = key_of(header, peer)
 
     @property
     def cost(self) -> int:
         """The credit that it takes of its sender."""
         return FRAME_COST + (len(self.payload) if self.payload is not None else 0)
+
+
+def _oldest(queues: Iterable[deque[Arrived]]) -> Arrived | None:
+    """Return the message that came first; None without one."""
+    return min((queue[0] for queue in queues if queue), key=lambda arrived: arrived.order, default=None)
 
 
 def _ignore_revocation(error: GroupRevokedError) -> None:
@@ -141,16 +155,20 @@ class Mailbox:
         self.accepted: set[Receiving] = set()
         self._posted: dict[Key, deque[Receiving]] = {}
         self._arrived: dict[Key, deque[Arrived]] = {}
+        self._agreements: Agreements | None = None
+        self._ranks: dict[str, int] = {}
 
-    @cached_property
+    @property
     def origin(self) -> Origin | None:
         """The call that made it from another group; None if none did."""
         return Origin.of(self.uid)
 
-    @cached_property
+    @property
     def agreements(self) -> Agreements:
         """Its agreements; the fabric's lock guards the first look as well."""
-        return Agreements(self.rank, len(self.cards))
+        if self._agreements is None:
+            self._agreements = Agreements(self.rank, len(self.cards))
+        return self._agreements
 
     def let_go(self) -> None:
         """After the group was closed: break the reference cycle with the owner."""
@@ -182,13 +200,10 @@ class Mailbox:
             return ""
         return f" ({said[ranks[0]] if len(ranks) == 1 else self.names.alike(said)})"
 
-    @cached_property
-    def _ranks(self) -> dict[str, int]:
-        """The group rank of each process; the fabric's lock guards the first look as well."""
-        return {fabric_id: rank for rank, fabric_id in enumerate(self.fabric_ids)}
-
     def rank_of(self, fabric_id: str) -> int | None:
-        """Return the group rank of a process; None if it is not in the group."""
+        """Return the group rank of a process; None if it is not in the group. Under the fabric's lock."""
+        if not self._ranks:
+            self._ranks = {fabric_id: rank for rank, fabric_id in enumerate(self.fabric_ids)}
         return self._ranks.get(fabric_id)
 
     # Operations
@@ -218,13 +233,9 @@ class Mailbox:
     def post(self, receiving: Receiving) -> Arrived | None:
         """Return the arrived message of a receive, or keep the receive until one arrives."""
         if receiving.peer == ANY_SOURCE:
-            waiting = [
-                queue[0]
-                for key, queue in self._arrived.items()
-                if key[0] and key[3] == receiving.tag and queue
-            ]
-            if waiting:
-                return self._take(min(waiting, key=lambda arrived: arrived.order))
+            first = self._first_of_any(receiving.tag)
+            if first is not None:
+                return self._take(first)
         else:
             queue = self._arrived.get(receiving.key)
             if queue:
@@ -232,25 +243,17 @@ class Mailbox:
         self._posted.setdefault(receiving.key, deque()).append(receiving)
         return None
 
-    def is_free(self, key: Key, from_any: Key) -> bool:
-        """Whether a receive of this key, posted now, would get the next message of the key in any case."""
-        return key not in self._arrived and key not in self._posted and from_any not in self._posted
-
     def holds_any(self, tag: int) -> bool:
         """Whether a point-to-point message of a tag is here."""
         return bool(self._arrived) and any(key[0] and key[3] == tag for key in list(self._arrived))
 
+    def _first_of_any(self, tag: int) -> Arrived | None:
+        """Return the oldest point-to-point message of a tag."""
+        return _oldest(queue for key, queue in self._arrived.items() if key[0] and key[3] == tag)
+
     def first_unreceived(self, rank: int) -> Arrived | None:
         """Return the oldest point-to-point message of a member that waits for its receive."""
-        waiting = [
-            queue[0] for key, queue in list(self._arrived.items()) if key[0] and key[1] == rank and queue
-        ]
-        return min(waiting, key=lambda arrived: arrived.order, default=None)
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether nothing is pending that needs the poller."""
-        return not (self._posted or self.accepted or self.sending)
+        return _oldest(queue for key, queue in list(self._arrived.items()) if key[0] and key[1] == rank)
 
     def match(self, key: Key) -> Receiving | None:
         """Return the receive posted first that takes a message of this key, and forget it."""

@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """`Outcomes`: completes messages, once each. Under the fabric's lock; never blocks."""
 
 from __future__ import annotations
@@ -7,6 +8,9 @@ from dist2.backends.socket.transport.links.linkage import Linkage
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.transfer import Message, Receiving, Sending
 from dist2.errors import Dist2Error, PeerLostError
+from dist2.runtime.built import check_built
+
+check_built(__name__, __file__)
 
 
 class Outcomes:
@@ -41,14 +45,14 @@ class Outcomes:
 
     def message_sent(self, sending: Sending) -> None:
         """The last byte of a message is with the kernel."""
-        mailbox = self._mailboxes.get(sending.context)
+        mailbox: Mailbox | None = self._mailboxes.get(sending.context)
         if mailbox is not None:
             mailbox.sending.pop(sending.number, None)
         self.finish(sending, None)
 
     def message_received(self, receiving: Receiving) -> None:
         """The last byte of a message is in its place."""
-        mailbox = self._mailboxes.get(receiving.context)
+        mailbox: Mailbox | None = self._mailboxes.get(receiving.context)
         if mailbox is not None:
             mailbox.accepted.discard(receiving)
         self.finish(receiving, None)

@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """Messages in flight: the handles that `Endpoint` returns for sends and receives."""
 
 from __future__ import annotations
@@ -8,14 +9,17 @@ from collections.abc import Callable
 
 from dist2.backends.socket.transport.base import Transfer
 from dist2.backends.socket.transport.messages.loans import Borrowed, Lent
-from dist2.backends.socket.wire import EAGER_BYTES
+from dist2.backends.socket.wire import EAGER_BYTES, TAGGED, Header, Kind
+from dist2.runtime.built import check_built
 from dist2.runtime.deadline import FOREVER_NS
+
+check_built(__name__, __file__)
 
 next_number = itertools.count(1).__next__
 """Numbers of messages, unique in the process."""
 
 
-class Message(Transfer):
+class Message:
     """A posted send or receive; the fabric's lock guards it.
 
     Attributes:
@@ -55,7 +59,7 @@ class Message(Transfer):
         self.nbytes = len(data)
         self.source = peer
         self.deadline_ns = FOREVER_NS
-        self._callbacks: deque[Callable[[Transfer], None]] = deque()
+        self._callbacks: deque[Callable[[Transfer], None]] | None = None  # made when there is one
         self.loan: Lent | Borrowed | None = None
 
     def let_go(self) -> None:
@@ -64,6 +68,8 @@ class Message(Transfer):
             self.loan.end()
 
     def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
+        if self._callbacks is None:
+            self._callbacks = deque()
         self._callbacks.append(callback)
         if self.done:
             self.tell()
@@ -97,21 +103,17 @@ class Sending(Message):
         unasked: It travels without the receiver's consent.
     """
 
-    def __init__(
-        self,
-        context: int,
-        peer: int,
-        tagged: bool,
-        seq: int,
-        tag: int,
-        fingerprint: int,
-        data: memoryview,
-        number: int | None = None,
-    ) -> None:
-        super().__init__(context, peer, tagged, seq, tag, fingerprint, data, number)
-        self.offset = 0
-        self.accepted = False
-        self.unasked = self.nbytes <= EAGER_BYTES
+    offset: int
+    accepted: bool
+    unasked: bool
+
+    def header(self, kind: Kind, nbytes: int, transfer: int) -> Header:
+        """Return the header of a frame about it, with so many bytes behind it."""
+        flags = TAGGED if self.tagged else 0
+        made: Header = Header.__new__(Header)
+        made.kind = kind
+        made.fill(flags, self.context, self.seq, self.tag, self.fingerprint, nbytes, transfer, self.nbytes)
+        return made
 
     @property
     def is_copied(self) -> bool:
@@ -131,4 +133,11 @@ class Receiving(Message):
         missing: Bytes of an announced message still to come.
     """
 
-    missing = 0
+    missing: int
+
+    def fits(self, header: Header) -> bool:
+        """Whether a message may be delivered here."""
+        if header.fields.fingerprint != self.fingerprint:
+            return False
+        total = header.fields.total
+        return bool(total <= self.nbytes if self.tagged else total == self.nbytes)

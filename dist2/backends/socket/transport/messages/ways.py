@@ -8,15 +8,12 @@ import attrs
 
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.messages.express import Express
-from dist2.backends.socket.transport.messages.express_announced import AnnouncedSend, AnnouncedTake
 from dist2.backends.socket.transport.messages.express_any import ExpressAny
 from dist2.backends.socket.transport.messages.express_long import ExpressOffer, ExpressTake
-from dist2.backends.socket.transport.messages.express_socket import SocketReceive, SocketSend, goes_short
-from dist2.backends.socket.transport.messages.express_socket_long import SocketTake
 from dist2.backends.socket.transport.messages.lot import Lot
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.transfer import Receiving
-from dist2.backends.socket.wire import EAGER_BYTES, RING_MESSAGE_BYTES
+from dist2.backends.socket.wire import RING_MESSAGE_BYTES
 
 
 class ShortWays:
@@ -47,32 +44,6 @@ class ShortWays:
     def has_express(self, lot: Lot) -> bool:
         """Whether messages with a member may take the short path through shared memory."""
         return lot.peer in self._mailbox.beside
-
-    def has_socket_way(self, lot: Lot) -> bool:
-        """Whether messages with a member may take the short path over a socket."""
-        return lot.peer != self._mailbox.rank and lot.peer not in self._mailbox.beside and goes_short(lot)
-
-    def has_announced_way(self, lot: Lot) -> bool:
-        """Whether messages with a member may take the short path of announced ones."""
-        return lot.peer != self._mailbox.rank and lot.peer not in self._mailbox.beside and not goes_short(lot)
-
-    def announced_send(self, lot: Lot) -> AnnouncedSend:
-        """Return the short path of long messages to a member over a socket."""
-        return AnnouncedSend(self._fabric, self._mailbox, lot)
-
-    def announced_take(self, lot: Lot) -> AnnouncedTake:
-        """Return the short path of long messages from a member over a socket."""
-        return AnnouncedTake(self._fabric, self._mailbox, lot)
-
-    def socket_send(self, lot: Lot) -> SocketSend:
-        """Return the short path to a member over a socket."""
-        return SocketSend(self._fabric, self._mailbox, lot)
-
-    def socket_receive(self, lot: Lot) -> SocketReceive:
-        """Return the short path from a member over a socket."""
-        if lot.nbytes > EAGER_BYTES:
-            return SocketTake(self._fabric, self._mailbox, lot)
-        return SocketReceive(self._fabric, self._mailbox, lot)
 
     def has_express_any(self, nbytes: int) -> bool:
         """Whether messages of a length may take the short path from any member."""
