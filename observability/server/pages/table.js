@@ -104,8 +104,9 @@ function virtual(element, columns, rows) {
     row.setAttribute("aria-rowindex", first + index + 2);
     make().forEach((value, place) => fill(row.cells[place], value));
   });
-  pad(body, 0, first * tall);
-  pad(body, body.rows.length - 1, (rows.length - first - shown.length) * tall);
+  const height = body.rows[1].offsetHeight || tall;  // at first the rows above were not there to be measured
+  pad(body, 0, first * height);
+  pad(body, body.rows.length - 1, (rows.length - first - shown.length) * height);
 }
 
 // A row is a list of values, or a function that returns it.
