@@ -1,7 +1,8 @@
 cdef class Lock:
     cdef bint _held
     cdef int _waiters
-    cdef object _gate
+    cdef unsigned long _holder
+    cdef object _gate, __weakref__
 
     cdef bint take(self) noexcept
     cdef int enter(self) except -1

@@ -8,22 +8,28 @@ the lock back opens the gate if anybody is counted, and lets one thread through,
 once more if another thread was faster. Signal handlers run while a thread sleeps there; if one raises after
 that thread was let through, the thread opens the gate for another one.
 
-The thread that took a lock gives it back. How many a thread has tells signal handlers what its stack, in which
-compiled functions have no frames, does not: whether they interrupt a change.
+Each lock notes the thread that has it. That tells signal handlers what the stack, in which compiled functions
+have no frames, does not: whether they interrupt a change.
 """
 
 import threading
+from weakref import ref
 
-cdef extern from *:
-    """
-    static _Thread_local long held; /* locks that this thread has */
-    """
-    long held
+from cpython.pythread cimport PyThread_get_thread_ident
+
+_locks = []
+"""Weak references to all locks."""
 
 
-def locks_held():
-    """Return how many locks the calling thread has."""
-    return held
+def holds_lock():
+    """Whether the calling thread has a lock."""
+    cdef Lock lock
+    cdef unsigned long here = PyThread_get_thread_ident()
+    for each in list(_locks):
+        lock = each()
+        if lock is not None and lock._held and lock._holder == here:
+            return True
+    return False
 
 
 cdef class Lock:
@@ -34,14 +40,14 @@ cdef class Lock:
         self._waiters = 0
         self._gate = threading.Lock()
         self._gate.acquire()
+        _locks.append(ref(self, _locks.remove))
 
     cdef bint take(self) noexcept:
         """Take it if it is free; return whether it was."""
-        global held
         if self._held:
             return False
         self._held = True
-        held += 1
+        self._holder = PyThread_get_thread_ident()
         return True
 
     cdef int enter(self) except -1:
@@ -54,11 +60,9 @@ cdef class Lock:
         Raises:
             RuntimeError: Nobody has it.
         """
-        global held
         if not self._held:
             raise RuntimeError("release of a lock that nobody has")
         self._held = False
-        held -= 1
         return self._open_gate() if self._waiters else 0
 
     def acquire(self, bint blocking=True):

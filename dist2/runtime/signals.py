@@ -39,7 +39,7 @@ from typing import Protocol
 
 from dist2.runtime.code_marks import CodeMarks, Marked, library
 from dist2.runtime.deadline import monotonic_ns, remaining_s
-from dist2.runtime.lock import locks_held
+from dist2.runtime.lock import holds_lock
 from dist2.runtime.threads import Worker
 
 _AGAIN_S = 0.002
@@ -169,7 +169,7 @@ class CtrlC:
 
 def defers_ctrl_c(frame: FrameType | None) -> bool:
     """Whether the innermost frame that has a mark defers Ctrl-C; locks and destructors always do."""
-    if locks_held():
+    if holds_lock():
         return True
     answer: bool | None = None
     innermost = frame
@@ -233,7 +233,7 @@ def wait_for(condition: threading.Condition, met: Callable[[], bool], deadline_n
 @holds_no_lock
 def inside_library_call() -> bool:
     """Whether the calling thread runs code of the library that may hold locks."""
-    if locks_held():  # of compiled code, perhaps, which has no frames
+    if holds_lock():  # of compiled code, perhaps, which has no frames
         return True
     frame: FrameType | None = _getframe()
     while frame is not None:

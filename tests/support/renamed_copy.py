@@ -12,7 +12,7 @@ import attrs
 ROOT = Path(__file__).parent.parent.parent
 STAYS = {
     *("__init__", "py", "functional", "launch", "legacy", "torch_backend", "errors"),
-    *("backends", "c10d", "operation", "runtime"),
+    *("backends", "c10d", "operation", "runtime", "security"),
 }
 """Names that programs import, and packages of compiled modules and what these import: all other names are
 free."""
