@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """The memory of tensors: flat views, and tensors without storage.
 
 Results of functional collectives, DTensors, and other wrapper subclasses have no storage. Code that

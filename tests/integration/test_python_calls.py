@@ -21,8 +21,8 @@ from support.processes import run_processes
 
 from dist2 import ProcessGroup
 
-FIRST_OF_8_BYTES = 190
-FIRST_OF_1_MIB = 470
+FIRST_OF_8_BYTES = 95
+FIRST_OF_1_MIB = 150
 REPEATED_OF_8_BYTES = 0
 
 

@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """`Parts` and `Layout`: the mapping from the tensors of a call to the buffers of a schedule."""
 
 from __future__ import annotations

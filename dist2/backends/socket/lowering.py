@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """From schedules to plans: steps that the core runs on the memory of any group of a likeness, on any tensors.
 
     plan = slots_plan(rank, layout, folds, blocks)

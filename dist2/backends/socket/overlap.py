@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """Work that overlaps with messages: a draft of a plan, whose steps wait only for the messages that they need.
 
 A schedule says that an `Exchange` ends when all its messages are done. A plan is less strict. A step waits

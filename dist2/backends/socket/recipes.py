@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """`Recipes`: the way to run calls of each signature, computed once for all groups of the same layout.
 
 A recipe depends on the caller's rank, the layout of the group, the constants of selection, and the call, but

@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """Folding tensors: left to right, half precision in float32, rounded once.
 
     combine = bind_fold(reduction, dtype, world_size)     # once a plan

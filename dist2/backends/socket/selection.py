@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """Selection of the algorithm of an operation: by size, from measured constants.
 
     request = Request(OpKind.ALL_REDUCE, world_size, (numel,), itemsize=4, slot_bytes=slot_bytes)

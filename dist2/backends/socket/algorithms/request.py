@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """The request for a schedule, as a value that selection and the checker share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """Schedules: the steps of one rank in a collective, as pure data.
 
 An algorithm is a pure function ``(rank, world_size, ...) -> Schedule``. It knows ranks and element

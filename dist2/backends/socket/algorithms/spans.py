@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """Building blocks of schedules: spans by name, steps without the empty ones."""
 
 from __future__ import annotations
