@@ -122,15 +122,13 @@ class Rounds:
         """
         linkage = self.linkage
         with self._lock:
-            if not linkage.rings.links:
-                return linkage.read_recent()
-            moved = linkage.move_rings()
-            if not moved and sleepy:
+            moved = linkage.move_rings() or linkage.read_recent()
+            if not moved and sleepy and linkage.rings.links:
                 linkage.rings.doze(True)
                 moved = linkage.move_rings()
                 if moved:
                     linkage.rings.doze(False)
-            return moved or linkage.read_recent()
+            return moved
 
     def _serve(self, fd: int, event: int) -> None:
         link = self.linkage.links.get(fd)
