@@ -49,12 +49,6 @@ class Side:
         assert isinstance(posted, Receiving)
         return posted
 
-    def wait_posted(self, posted: Receiving, buffer: bytearray, tag: int = 0, timeout_s: float = 0.1) -> bool:
-        """Wait for a receive returned by `post`, by the short path."""
-        lot = Lot(self.peer, tag, PRINT, len(buffer))
-        way = self.endpoint.ways.express(lot)
-        return way.wait_posted(posted, address_of(memoryview(buffer)), deadline_in(timeout_s))
-
     @property
     def account(self) -> Account:
         """The account of messages to and from the other side."""

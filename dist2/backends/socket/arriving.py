@@ -11,9 +11,6 @@ from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.operation.execution import Helped
 from dist2.operation.record import Operation
 
-Shortly = Callable[[Transfer, int, int], bool]
-"""`Express.wait_posted` or `ExpressTake.wait_posted`."""
-
 
 class Arriving(Helped):
     """Completes with a message; waiting for it makes progress.
@@ -24,10 +21,9 @@ class Arriving(Helped):
         transfer: The message.
         tensor: Holds the message: kept alive until it is done.
         target: Where a received tensor is copied then, if not there already.
-        shortly: The direct receive of the waiter, if there is one.
     """
 
-    __slots__ = ("_endpoint", "_operation", "_shortly", "_target", "_tensor", "_transfer")
+    __slots__ = ("_endpoint", "_operation", "_target", "_tensor", "_transfer")
 
     def __init__(
         self,
@@ -36,10 +32,8 @@ class Arriving(Helped):
         transfer: Transfer,
         tensor: torch.Tensor,
         target: torch.Tensor | None,
-        shortly: Shortly | None,
     ) -> None:
         self._endpoint = endpoint
-        self._shortly = shortly
         self._operation = operation
         self._transfer = transfer
         self._tensor = tensor
@@ -58,11 +52,7 @@ class Arriving(Helped):
 
     def help(self, deadline_ns: int) -> None:
         """Make progress until the message is done or the deadline passes."""
-        transfer, shortly = self._transfer, self._shortly
-        if shortly is not None and not transfer.done:
-            self._endpoint.attend_shortly()
-            shortly(transfer, self._tensor.data_ptr(), deadline_ns)
-        self._endpoint.help(transfer, deadline_ns)
+        self._endpoint.help(self._transfer, deadline_ns)
 
 
 def note_arrival(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dist2.backends.socket.arriving import Arriving, Shortly, note_arrival
+from dist2.backends.socket.arriving import Arriving, note_arrival
 from dist2.backends.socket.memory import bytes_at, bytes_of
 from dist2.backends.socket.staging import is_plain, plain
 from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
@@ -98,13 +98,11 @@ class Messenger:
         ways, endpoint = self._endpoint.ways, self._endpoint
         express = ways.express(lot)
         more: dict[str, Any] = {}
-        shortly = None if sends else express.wait_posted
         if lot.is_long and sends:
             more = self._long_out(ways.express_offer(lot))
         elif lot.is_long:
-            take = ways.express_take(lot)
-            more, shortly = self._long_in(lot, take), take.wait_posted
-        otherwise = self._posting(endpoint.send_tagged if sends else endpoint.recv_tagged, lot, shortly)
+            more = self._long_in(lot, ways.express_take(lot))
+        otherwise = self._posting(endpoint.send_tagged if sends else endpoint.recv_tagged, lot)
         return Carrier(messenger=self, express=express, sends=sends, otherwise=otherwise, **more)
 
     def _long_out(self, offer: ExpressOffer) -> dict[str, Any]:
@@ -129,17 +127,13 @@ class Messenger:
 
     # The short paths, of tensors whose memory holds their values one after the other
 
-    def _posting(self, post: Post, lot: Lot, shortly: Shortly | None = None) -> Way:
-        """Return the long path, without the copies that only tensors that are not contiguous need.
-
-        Args:
-            shortly: The direct receive of the waiter, if there is one.
-        """
+    def _posting(self, post: Post, lot: Lot) -> Way:
+        """Return the long path, without the copies that only tensors that are not contiguous need."""
         peer, tag, fingerprint, nbytes, posted = lot.peer, lot.tag, lot.fingerprint, lot.nbytes, self._posted
 
         def run(operation: Operation, tensor: torch.Tensor) -> Helped | None:
             transfer = post(peer, tag, fingerprint, bytes_at(tensor.data_ptr(), nbytes))
-            return posted(operation, transfer, tensor, None, shortly)
+            return posted(operation, transfer, tensor, None)
 
         return run
 
@@ -194,14 +188,12 @@ class Messenger:
         transfer: Transfer,
         tensor: torch.Tensor,
         target: torch.Tensor | None,
-        shortly: Shortly | None = None,
     ) -> Helped | None:
         """Wait for a message, or return an object that completes with it.
 
         Args:
             tensor: Holds the message: kept alive until then.
             target: Where a received tensor is copied then, if not there already.
-            shortly: The direct receive of the waiter, if there is one.
         """
         self.note(transfer.number, operation)
         if not operation.is_async:
@@ -210,7 +202,7 @@ class Messenger:
             note_arrival(operation, transfer, tensor, target)
             return None
         self._endpoint.background(transfer, operation.deadline_ns)
-        return Arriving(self._endpoint, operation, transfer, tensor, target, shortly)
+        return Arriving(self._endpoint, operation, transfer, tensor, target)
 
 
 def _lot_of(signature: Signature) -> Lot | None:

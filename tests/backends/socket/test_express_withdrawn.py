@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.boards import operation
-from support.endpoint_pairs import PRINT, Side, pattern, soon, two_sides
+from support.endpoint_pairs import PRINT, Side, pattern, two_sides
 from support.exceptions import Raised
 from support.torch_features import needs
 
@@ -98,19 +98,4 @@ def test_no_memory_can_be_read_of_a_message_that_nothing_stands_for(sides: tuple
     never = raised.raising("never")
     assert raised.chain_of(send, express, pattern(LONG), raised.raising("only"), never) == ["only"]
     assert written.slots_left == free
-    assert raised.alive() == []
-
-
-def test_what_adopting_an_offer_raises_keeps_the_interruption_in_its_context(
-    sides: tuple[Side, Side],
-) -> None:
-    one, two = sides
-    raised, text, buffer = Raised(), pattern(LONG), bytearray(LONG)
-    posted = two.post(buffer)
-    sending = one.endpoint.send_tagged(one.peer, 0, PRINT, memoryview(text))
-    failing = Instead(two.endpoint._mailbox, aborted=raised.raising("first"))
-    express = express_of(two, two.endpoint._fabric, failing)
-    chain = raised.chain_of(express.fetch_posted, posted, raised.raising("second"), soon())
-    assert chain == ["second", "first"]
-    assert not sending.done
     assert raised.alive() == []

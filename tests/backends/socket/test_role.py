@@ -6,11 +6,10 @@ import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
-from support.endpoint_pairs import PRINT, Side, text, two_sides
+from support.endpoint_pairs import Side, text, two_sides
 from support.raising_handlers import interrupted
 
 from dist2.backends.socket.transport.fabric import Fabric
-from dist2.backends.socket.transport.messages.lot import Lot
 from dist2.backends.socket.transport.poller import Poller
 from dist2.runtime.deadline import deadline_in
 
@@ -79,16 +78,7 @@ def _read(side: Side) -> None:
         side.endpoint.cancel([posted])
 
 
-def _await_offer(side: Side) -> None:
-    express = side.endpoint.ways.express(Lot(side.peer, 0, PRINT, 1 << 21))
-    posted = side.post(bytearray(1 << 21))
-    try:
-        express.fetch_posted(posted, print, deadline_in(0.0))
-    finally:
-        side.endpoint.cancel([posted])
-
-
-@pytest.mark.parametrize(("share", "turn"), [(True, _take), (False, _read), (True, _await_offer)])
+@pytest.mark.parametrize(("share", "turn"), [(True, _take), (False, _read)])
 def test_who_looks_for_a_message_leaves_the_role_to_others(share: bool, turn: Callable[[Side], None]) -> None:
     with two_sides(share) as (one, two):
         for where in itertools.count():

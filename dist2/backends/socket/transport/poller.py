@@ -99,11 +99,6 @@ class Poller:
         self._called_ns = 0
 
     @property
-    def borrows(self) -> bool:
-        """Whether there is something to read out of other processes' memory."""
-        return self._rounds.borrows
-
-    @property
     def idle_ns(self) -> int:
         """Time for which threads with the role have slept without arriving data."""
         return self._rounds.idle_ns

@@ -170,10 +170,6 @@ class FabricEndpoint:
             transfer.deadline_ns = deadline_ns
         self._poller.background()
 
-    def attend_shortly(self) -> None:
-        """Note that this thread polls now; process arrived frames if no thread has for a while."""
-        self._poller.glance()
-
     def help(self, transfer: Transfer, deadline_ns: int) -> None:
         """Make progress until a message in the background is done, or the deadline passes."""
         if not transfer.done:

@@ -17,7 +17,6 @@ The fabric's lock guards links, credit and mailboxes; the poller's role makes th
 rings. Functions that need the lock say so; a signal handler may raise wherever Python code runs.
 """
 
-from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport uint64_t
 from libc.string cimport memcpy, memset
 
@@ -47,11 +46,9 @@ cdef enum:
     TOTAL_AT = 48       # the length of the message, or the number of received bytes
     LONG_BYTES = 32 << 10  # moved without the interpreter lock
     PIECE_BYTES = 1 << 20  # read from another process at once
-    MOST_AT_ONCE = 8 << 20  # longer ones are left to the poller, if their receives were posted
     YIELD_NS = 1000000  # how long a waiter yields before it sleeps
     CHECK_NS = 1000000  # between two looks whether the group has failed
     GLANCE_NS = 1000000  # between two calls of `Poller.glance`, which does periodic checks
-    FETCH_NS = 2000000  # long messages are read for so long before other work gets a turn
     UNREAD, UNTOLD, TOLD  # of a loan: not read; read; and the sender knows it
 
 assert (HEADER_BYTES, TRANSFER_AT) == (len(Header(Kind.TAKEN).encode()), HEADER_BYTES - 16)
@@ -80,7 +77,7 @@ cdef class Express:
         lone_spins: and if that is 0, while no other process needs the core.
     """
 
-    cdef object poller, crowd, mailbox, delivery, outcomes, rings, fingerprint, fabric_id, number
+    cdef object poller, crowd, mailbox, delivery, rings, fingerprint, fabric_id, number
     cdef Lock lock, role
     cdef dict outgoing, links_from, posted, arrived
     cdef set told, aborters, left
@@ -94,7 +91,7 @@ cdef class Express:
 
     def __init__(self, fabric, mailbox, lot, long spins, long lone_spins):
         self.poller, self.crowd, self.rings = fabric.poller, fabric.poller.crowd, fabric.linkage.rings
-        self.mailbox, self.delivery, self.outcomes = mailbox, fabric.delivery, fabric.outcomes
+        self.mailbox, self.delivery = mailbox, fabric.delivery
         self.outgoing, self.links_from = fabric.linkage.outgoing, fabric.linkage.rings.links_from
         self.posted, self.arrived = mailbox._posted, mailbox._arrived
         self.aborters, self.left = mailbox.aborters, mailbox.left
@@ -305,34 +302,24 @@ cdef class Express:
 
     def wait(self, size_t address, long long deadline_ns):
         """Receive to an address; False, with nothing done, if no message arrives soon."""
-        return self.pull(<char *>address, self.nbytes, deadline_ns, None, False) is not None
-
-    def wait_posted(self, receiving, size_t address, long long deadline_ns):
-        """Wait for the message of a receive that is posted, and end that; False, with nothing done, if not.
-
-        Then it does not come in a moment, or it would go to another receive.
-        """
-        return self.pull(<char *>address, self.nbytes, deadline_ns, receiving, False) is not None
+        return self.pull(<char *>address, self.nbytes, deadline_ns) is not None
 
     cdef bint take_to(self, char *to) except -1:
         cdef Link link = self.links_from.get(self.fabric_id)
         if link is None or not self.has_bytes(link.rx):  # without a lock: what comes now could come later
             return False
-        self.serve_posted()
-        return self.pull(to, self.nbytes, 0, None, False) is not None
+        return self.pull(to, self.nbytes, 0) is not None
 
     cdef bint has_bytes(self, RingReader rx) except -1:
         return rx is not None and ring_has(&rx.ring, 1)
 
-    cdef object pull(self, char *to, size_t nbytes, long long deadline_ns, posted, bint is_offer):
+    cdef object pull(self, char *to, size_t nbytes, long long deadline_ns):
         """Read the next frame, if it is of this lot.
 
         Args:
             to: Where its payload goes.
             nbytes: Its length.
             deadline_ns: Wait for it until then, but for a moment only; 0: do not wait.
-            posted: The receive of the payload, if that is posted already.
-            is_offer: The message is still to be read.
 
         Returns:
             The link that it came by; None, with nothing done, if another frame or none is there.
@@ -344,17 +331,17 @@ cdef class Express:
         try:
             self.lock.enter()
             try:
-                link = self.link_in(posted, True)
+                link = self.link_in(True)
                 rx = None if link is None else link.rx
                 if rx is None:
                     return None
-                pulled = self.pull_at_once(rx, to, nbytes, posted, is_offer)
+                pulled = self.pull_at_once(rx, to, nbytes)
             finally:
                 self.lock.give()
             if pulled:
                 self.settle(link, rx)
             else:
-                pulled = self.pull_from(link, rx, to, nbytes, deadline_ns, posted, is_offer)
+                pulled = self.pull_from(link, rx, to, nbytes, deadline_ns)
             return link if pulled else None
         finally:
             self.give_role()
@@ -369,28 +356,25 @@ cdef class Express:
             self.poller.tell_waiters()
         return 0
 
-    cdef Link link_in(self, posted, bint wants_next):
+    cdef Link link_in(self, bint wants_next):
         """Return the link of incoming messages, if the next bytes in it begin a frame; None if not. With the lock.
 
         Args:
-            posted: A posted receive, which has to get the next message,
-            wants_next: or if it is None, a receive that is posted now.
+            wants_next: Only if a receive that is posted now would get the next message.
         """
         link = self.links_from.get(self.fabric_id)
         if link is None or self.mailbox.fault is not None:
             return None
         if not link.reader.between_frames():
             return None
-        if not wants_next:
-            return link
-        return link if (self.is_first(posted) if posted is not None else self.is_free()) else None
+        return link if not wants_next or self.is_free() else None
 
     cdef Link ring_in(self):
         """Return the link of incoming messages, if it has a ring, the next bytes in which begin a frame."""
         cdef Link link
         self.lock.enter()
         try:
-            link = self.link_in(None, False)
+            link = self.link_in(False)
             return None if link is None or link.rx is None else link
         finally:
             self.lock.give()
@@ -401,61 +385,47 @@ cdef class Express:
             return False
         return not (self.posted and (self.key in self.posted or self.key_of_any in self.posted))
 
-    cdef bint is_first(self, posted) except -1:
-        """Whether a posted receive would. With the lock."""
-        if self.key_of_any in self.posted:
-            return False
-        queue = self.posted.get(self.key)
-        return queue is not None and queue[0] is posted
-
-    cdef bint pull_from(
-        self, Link link, RingReader rx, char *to, size_t nbytes, long long deadline_ns, posted, bint is_offer
-    ) except -1:
+    cdef bint pull_from(self, Link link, RingReader rx, char *to, size_t nbytes, long long deadline_ns) except -1:
         """Read the next frame of a link; reports of received bytes before it as well. With the role."""
         while ring_has(&rx.ring, 1) or (deadline_ns and self.watch(rx, deadline_ns)):
-            if self.pull_next(link, rx, to, nbytes, posted, is_offer):
+            if self.pull_next(link, rx, to, nbytes):
                 return True
             if not self.take_received(link, rx):
                 return False
         return False
 
-    cdef bint pull_next(self, Link link, RingReader rx, char *to, size_t nbytes, posted, bint is_offer) except -1:
+    cdef bint pull_next(self, Link link, RingReader rx, char *to, size_t nbytes) except -1:
         """Read the next frame, if it is of this lot. With the role."""
         cdef const char *header = self.header
-        cdef char *first = to if posted is None else NULL
         cdef bint here = True
         if nbytes >= LONG_BYTES:  # its writer may be half way
             with nogil:
-                here = ring_pull(&rx.ring, header, HEADER_BYTES, first, nbytes)
+                here = ring_pull(&rx.ring, header, HEADER_BYTES, to, nbytes)
         if not here:
             return False
         self.lock.enter()
         try:
-            if self.mailbox.fault is not None or not (posted is None or self.is_first(posted)):
-                return False  # other threads may have failed or completed the receive meanwhile
-            if nbytes >= LONG_BYTES and posted is None:
+            if self.mailbox.fault is not None:  # another thread may have failed the group meanwhile
+                return False
+            if nbytes >= LONG_BYTES:
                 self.account_for(rx, nbytes)
-            elif not self.pull_whole(rx, to, nbytes, posted, is_offer):
+            elif not self.pull_whole(rx, to, nbytes):
                 return False
         finally:
             self.lock.give()
         self.settle(link, rx)
         return True
 
-    cdef bint pull_at_once(self, RingReader rx, char *to, size_t nbytes, posted, bint is_offer) except -1:
+    cdef bint pull_at_once(self, RingReader rx, char *to, size_t nbytes) except -1:
         """Read the next frame, if it is of this lot, short, and here. With the role and the lock."""
         return nbytes < LONG_BYTES and ring_has(&rx.ring, HEADER_BYTES + nbytes) and self.pull_whole(
-            rx, to, nbytes, posted, is_offer
+            rx, to, nbytes
         )
 
-    cdef bint pull_whole(self, RingReader rx, char *to, size_t nbytes, posted, bint is_offer) except -1:
+    cdef bint pull_whole(self, RingReader rx, char *to, size_t nbytes) except -1:
         """Read the next frame, if it is of this lot; it is here completely. With the role and the lock."""
         if not ring_pull(&rx.ring, self.header, HEADER_BYTES, to, nbytes):
             return False
-        if posted is not None:
-            self.forget_posted()
-            if not is_offer:
-                self.end_posted(posted)
         self.account_for(rx, nbytes)
         return True
 
@@ -476,21 +446,6 @@ cdef class Express:
         if self.answered:
             self.answered = False
             self.wake_receiver()
-        return 0
-
-    cdef int forget_posted(self) except -1:
-        """Remove the receive that was posted first. With the lock."""
-        queue = self.posted[self.key]
-        queue.popleft()
-        if not queue:
-            del self.posted[self.key]
-        return 0
-
-    cdef int end_posted(self, posted) except -1:
-        """Complete a receive. With the lock: if this thread is interrupted, the next poller reports it."""
-        self.outcomes.finished.append(posted)
-        posted.data = None
-        posted.done = True
         return 0
 
     cdef bint take_received(self, Link link, RingReader rx) except -1:
@@ -554,7 +509,7 @@ cdef class Express:
         """
         cdef Loan loan
         cdef int state
-        cdef Link link = self.pull(<char *>&loan, sizeof(loan), deadline_ns, None, True)
+        cdef Link link = self.pull(<char *>&loan, sizeof(loan), deadline_ns)
         if link is None:
             return None
         state = self.read_loan(link.rx, &loan, to)
@@ -582,112 +537,6 @@ cdef class Express:
             return TOLD if self.answer(self.taken, TRANSFER_AT, loan.number) else UNTOLD
         finally:
             self.lock.give()
-
-    # Receives that were posted before
-
-    cdef object first_posted(self):
-        """Return the receive of the lot's key that was posted first, if it is of this lot."""
-        self.lock.enter()
-        try:
-            queue = self.posted.get(self.key)
-            return queue[0] if queue and queue[0].fingerprint == self.fingerprint else None
-        finally:
-            self.lock.give()
-
-    cdef bint serve_first(self, Link link, RingReader rx, adopt) except -1:
-        """Deliver the next message to the receive that was posted first, if both are of this lot. With the role.
-
-        Args:
-            adopt: Leaves an offered message to the queued path; None for short messages.
-        """
-        cdef Py_buffer buffer
-        posted = self.first_posted()
-        data = None if posted is None else posted.data
-        if data is None:  # none is posted, or it ended a moment ago
-            return False
-        PyObject_GetBuffer(data, &buffer, PyBUF_WRITABLE)
-        try:
-            if buffer.len != self.nbytes:
-                return False
-            if adopt is None:
-                return self.pull_next(link, rx, <char *>buffer.buf, buffer.len, posted, False)
-            return self.fetch_for(link, rx, <char *>buffer.buf, posted, adopt)
-        finally:
-            PyBuffer_Release(&buffer)
-
-    cdef bint fetch_for(self, Link link, RingReader rx, char *to, posted, adopt) except -1:
-        """Read the next message, which is offered, for a posted receive. With the role."""
-        cdef Loan loan
-        cdef bint read
-        if not self.pull_next(link, rx, <char *>&loan, sizeof(loan), posted, True):
-            return False
-        offered = (<char *>&loan)[:sizeof(loan)]
-        try:
-            read = self.nbytes <= MOST_AT_ONCE and self.read_loan(rx, &loan, to) == TOLD
-        except BaseException:
-            adopt(posted, link, offered)
-            raise
-        if not read:
-            adopt(posted, link, offered)
-            return False
-        self.lock.enter()
-        try:
-            self.end_posted(posted)
-        finally:
-            self.lock.give()
-        self.settle(link, rx)
-        return True
-
-    cdef int serve_posted(self) except -1:
-        """Deliver messages that have arrived to receives that were posted before, and wake their waiters.
-
-        A following receive whose message has arrived then need not be posted behind them.
-        """
-        cdef Link link
-        cdef bint served = False
-        if not (self.posted and self.key in self.posted and self.take_role()):
-            return 0
-        try:
-            link = self.ring_in()
-            if link is not None:
-                while self.serve_first(link, link.rx, None):
-                    served = True
-        finally:
-            self.give_role()
-        if served:
-            self.poller.tell_finished()
-        return 0
-
-    def fetch_posted(self, receiving, adopt, long long deadline_ns):
-        """Wait a moment for the offer of a posted receive, and read the message.
-
-        Offers behind it that have arrived are read as well, so that their senders can continue.
-
-        Args:
-            receiving: The receive.
-            adopt: Called with a receive, the link and the loan to leave a message to the queued path.
-            deadline_ns: The deadline.
-        """
-        cdef Link link
-        if not self.take_role():
-            return
-        try:
-            link = self.ring_in()
-            if link is not None:
-                self.fetch_until(link, link.rx, receiving, adopt, deadline_ns)
-        finally:
-            self.give_role()
-
-    cdef int fetch_until(self, Link link, RingReader rx, receiving, adopt, long long deadline_ns) except -1:
-        cdef long long end_ns = clock_ns() + FETCH_NS
-        while clock_ns() < end_ns:
-            if not ring_has(&rx.ring, 1) and (receiving.done or not self.watch(rx, deadline_ns)):
-                return 0
-            if not self.serve_first(link, rx, adopt) and not (
-                ring_has(&rx.ring, 1) and self.take_received(link, rx)
-            ):
-                return 0
-        return 0
 
 
 cdef bint read_for_a_while(int pid, uint64_t there, char *to, size_t *done, size_t nbytes) noexcept nogil:
@@ -749,7 +598,7 @@ cdef class Carrier(Lane):
         elif operation._is_async:
             carried = self.express.take_to(address)
         else:
-            carried = self.express.pull(address, self.express.nbytes, operation.deadline_ns, None, False) is not None
+            carried = self.express.pull(address, self.express.nbytes, operation.deadline_ns) is not None
         if not carried:
             return self.otherwise(operation, tensor)
         if not self.sends:

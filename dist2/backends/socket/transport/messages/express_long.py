@@ -10,13 +10,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
-from dist2.backends.socket.transport.base import Transfer
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.ring import RingWriter
 from dist2.backends.socket.transport.messages.delivery import await_announced
 from dist2.backends.socket.transport.messages.explaining import HEAR_S
-from dist2.backends.socket.transport.messages.express import Express
 from dist2.backends.socket.transport.messages.loans import Lent
 from dist2.backends.socket.transport.messages.lot import Lot
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
@@ -74,7 +72,6 @@ class ExpressTake:
         mailbox: The group's mailbox.
         lot: The messages to receive.
         wait: Waits for a receive that takes the long path after all.
-        express: The direct path, which reads the offers of posted receives.
     """
 
     def __init__(
@@ -83,33 +80,11 @@ class ExpressTake:
         mailbox: Mailbox,
         lot: Lot,
         wait: Callable[[Receiving, int], None],
-        express: Express,
     ) -> None:
         self._fabric = fabric
         self._mailbox = mailbox
         self._lot = lot
         self._wait = wait
-        self._express = express
-
-    def wait_posted(self, receiving: Transfer, address: int, deadline_ns: int) -> bool:
-        """Wait for the message of a receive that is posted, and read it; False if that takes longer.
-
-        Receives of the lot that were posted before it are served as well. Messages with offers that were read
-        already take the long path: nothing more of those comes through the ring.
-        """
-        if not self._fabric.poller.borrows:
-            self._express.fetch_posted(receiving, self._adopt, deadline_ns)
-        return receiving.done
-
-    def _adopt(self, receiving: Receiving, link: Link, offered: bytes) -> None:
-        """Have the polling thread read an offered message for a receive; with the role of the poller."""
-        fabric, mailbox, loan = self._fabric, self._mailbox, Loan.decode(offered)
-        with fabric.lock:
-            failure = mailbox.aborted or mailbox.fault
-            if failure is not None:
-                fabric.outcomes.finish(receiving, failure)
-            else:
-                fabric.delivery.accept(mailbox, receiving, link, loan.number, loan)
 
     def go_on(self, link: Link, offered: bytes, was_read: bool, address: int, deadline_ns: int) -> None:
         """Complete a receive that the direct path has begun: answer the offer, or request what was not read.

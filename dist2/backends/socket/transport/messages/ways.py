@@ -68,4 +68,4 @@ class ShortWays:
 
     def express_take(self, lot: Lot) -> ExpressTake:
         """Return what goes on with long messages from a member that the short path has begun to read."""
-        return ExpressTake(self._fabric, self._mailbox, lot, self._wait, self.express(lot))
+        return ExpressTake(self._fabric, self._mailbox, lot, self._wait)
