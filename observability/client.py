@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
+from http import HTTPStatus
 from http.client import HTTPConnection, HTTPResponse
 from io import BytesIO
+from time import sleep
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import (
@@ -26,6 +28,8 @@ from observability.access import NEEDS_TLS, is_loopback, job_token
 
 MAX_ANSWER = 64 << 20
 """An answer is read up to this many bytes."""
+TRIES = 3
+"""A control plane that has too many requests is asked so often, each time after the pause that it wants."""
 
 
 class _UnixConnection(HTTPConnection):
@@ -100,15 +104,22 @@ class Asker:
         data = None if body is None else json.dumps(body).encode()
         if data is not None:
             headers["Content-Type"] = "application/json"
-        try:
-            request = Request(url, data=data, headers=headers)
-            with self._opener.open(request, timeout=timeout_s) as response:
-                answer: bytes = response.read(MAX_ANSWER)
-                return answer
-        except HTTPError as error:
-            with error:
-                reason = error.read(MAX_ANSWER).decode(errors="replace") or "refused"
-            raise HTTPError(url, error.code, reason, error.headers, BytesIO(reason.encode())) from None
+        request = Request(url, data=data, headers=headers)
+        for again in range(TRIES):
+            try:
+                with self._opener.open(request, timeout=timeout_s) as response:
+                    answer: bytes = response.read(MAX_ANSWER)
+                    return answer
+            except HTTPError as error:
+                with error:
+                    reason = error.read(MAX_ANSWER).decode(errors="replace") or "refused"
+                refusal = HTTPError(url, error.code, reason, error.headers, BytesIO(reason.encode()))
+            pause = refusal.headers.get("Retry-After", "")
+            if refusal.code != HTTPStatus.TOO_MANY_REQUESTS or not pause.isdigit() or data is not None:
+                break
+            if again + 1 < TRIES:
+                sleep(min(int(pause), timeout_s))
+        raise refusal
 
 
 def fetch(url: str, token: str | None = None, *, timeout_s: float = 5.0) -> bytes:

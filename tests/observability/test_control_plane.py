@@ -105,6 +105,22 @@ def test_a_client_that_reads_too_often_is_told_to_wait(monkeypatch: pytest.Monke
             assert plane.get(path).status_code == 200, "Prometheus, probes and pages are not counted"
 
 
+def test_who_asks_by_fetch_waits_as_long_as_the_limit_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading_limit, "BURST_UNITS", 1.0)
+    monkeypatch.setattr(reading_limit, "UNITS_A_SECOND", 0.5)
+    paused_s: list[float] = []
+
+    def pause(seconds: float) -> None:
+        paused_s.append(seconds)
+        monkeypatch.setattr(reading_limit, "BURST_UNITS", 100.0)
+
+    monkeypatch.setattr(observability.client, "sleep", pause)
+    for plane in serve(Metrics(), FlightRecorder()):
+        for _ in range(2):
+            assert observability.fetch(f"http://127.0.0.1:{plane.port}/groups", TOKEN)
+        assert paused_s == [2]
+
+
 def test_the_limit_follows_the_clock_and_counts_requests_at_once() -> None:
     now, inside, go_on = [100.0], [0], asyncio.Event()
     statuses: list[int] = []
