@@ -141,9 +141,7 @@ ring_pull(Ring *ring, const char *header, size_t header_bytes, char *payload, si
             return 0;
         }
         size_t piece = nbytes - done < more ? nbytes - done : more;
-        if (payload != NULL) {
-            copy_out(ring, at, payload + done, piece);
-        }
+        copy_out(ring, at, payload + done, piece);
         at += piece;
         done += piece;
     }

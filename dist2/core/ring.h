@@ -56,8 +56,8 @@ uint64_t ring_unread(const Ring *ring, int writes);
    A long payload is published piece by piece, for a reader that copies meanwhile. */
 int ring_push(Ring *ring, const char *header, size_t header_bytes, const char *payload, size_t nbytes);
 
-/* Copy the payload behind a header, or only wait for it if `payload` is NULL: 1, or 0 if another header is next, or the
-   payload does not come. The frame stays in the ring until `ring_consume`. */
+/* Copy the payload behind a header: 1, or 0 if another header is next, or the payload does not come. The frame stays in
+   the ring until `ring_consume`. */
 int ring_pull(Ring *ring, const char *header, size_t header_bytes, char *payload, size_t nbytes);
 
 /* Copy the next header, if it has come completely and its first `alike` bytes are those of `header`; return whether

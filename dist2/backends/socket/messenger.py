@@ -30,8 +30,6 @@ check_built(__name__, __file__)
 
 Way = Callable[[Operation, torch.Tensor], "Helped | None"]
 """Sends or receives a tensor: as `Execute` does."""
-Post = Callable[[int, int, int, memoryview], Transfer]
-"""`Endpoint.send_tagged` or `Endpoint.recv_tagged`."""
 
 _RECENT = 256
 """Operations that are kept, to describe one whose message the other side refused."""
@@ -73,10 +71,10 @@ class Messenger:
 
     def plan_plain(self, signature: Signature) -> Execute:
         """Do `plan` for tensors that are all plain; see `Backend.plan_plain`."""
-        lot = _lot_of(signature)
+        lot, sends = _lot_of(signature), signature.kind is OpKind.SEND
         if lot is not None and self._endpoint.ways.has_express(lot):
-            return self._carrier(lot, sends=signature.kind is OpKind.SEND)
-        way = self._way_in_from_any(signature) if lot is None else self._posting(self._post(signature), lot)
+            return self._carrier(lot, sends=sends)
+        way = self._way_in_from_any(signature) if lot is None else self._posting(lot, sends=sends)
         if way is None:
             return self._long_way(signature)
 
@@ -87,22 +85,19 @@ class Messenger:
 
         return execute
 
-    def _post(self, signature: Signature) -> Post:
-        return self._endpoint.send_tagged if signature.kind is OpKind.SEND else self._endpoint.recv_tagged
-
     def _long_way(self, signature: Signature) -> Execute:
         return self._send if signature.kind is OpKind.SEND else self._recv
 
     def _carrier(self, lot: Lot, *, sends: bool) -> Execute:
         """Return a callable in C that runs the messages of a lot inside the host."""
-        ways, endpoint = self._endpoint.ways, self._endpoint
+        ways = self._endpoint.ways
         express = ways.express(lot)
         more: dict[str, Any] = {}
         if lot.is_long and sends:
             more = self._long_out(ways.express_offer(lot))
         elif lot.is_long:
             more = self._long_in(lot, ways.express_take(lot))
-        otherwise = self._posting(endpoint.send_tagged if sends else endpoint.recv_tagged, lot)
+        otherwise = self._posting(lot, sends=sends)
         return Carrier(messenger=self, express=express, sends=sends, otherwise=otherwise, **more)
 
     def _long_out(self, offer: ExpressOffer) -> dict[str, Any]:
@@ -127,8 +122,9 @@ class Messenger:
 
     # The short paths, of tensors whose memory holds their values one after the other
 
-    def _posting(self, post: Post, lot: Lot) -> Way:
+    def _posting(self, lot: Lot, *, sends: bool) -> Way:
         """Return the long path, without the copies that only tensors that are not contiguous need."""
+        post = self._endpoint.send_tagged if sends else self._endpoint.recv_tagged
         peer, tag, fingerprint, nbytes, posted = lot.peer, lot.tag, lot.fingerprint, lot.nbytes, self._posted
 
         def run(operation: Operation, tensor: torch.Tensor) -> Helped | None:
@@ -144,10 +140,7 @@ class Messenger:
         if not self._endpoint.ways.has_express_any(signature.nbytes):
             return None
         lot = Lot(ANY_SOURCE, signature.tag, signature.fingerprint, signature.nbytes)
-        express, otherwise = (
-            self._endpoint.ways.express_any(lot),
-            self._posting(self._endpoint.recv_tagged, lot),
-        )
+        express, otherwise = self._endpoint.ways.express_any(lot), self._posting(lot, sends=False)
 
         def run(operation: Operation, tensor: torch.Tensor) -> Helped | None:
             address = tensor.data_ptr()
