@@ -84,8 +84,8 @@ _TELL_LATE_S = 0.5
 _LISTENS_S = 2.0
 """Interval between two looks whether a call was aborted, while no server listens, in seconds."""
 _GAVE_UP = "rank 0 gave up: "
-_ANNOUNCED = "rank 0 has announced itself"
 """Begin of the reason to wait when rank 0's deadline has passed: another rank 0 may be started."""
+_ANNOUNCED = "rank 0 has announced itself"
 
 
 class Endpoint(Protocol):
