@@ -105,21 +105,26 @@ class Asker:
         if data is not None:
             headers["Content-Type"] = "application/json"
         request = Request(url, data=data, headers=headers)
-        for again in range(TRIES):
+        for _ in range(TRIES - 1):
             try:
-                with self._opener.open(request, timeout=timeout_s) as response:
-                    answer: bytes = response.read(MAX_ANSWER)
-                    return answer
-            except HTTPError as error:
-                with error:
-                    reason = error.read(MAX_ANSWER).decode(errors="replace") or "refused"
-                refusal = HTTPError(url, error.code, reason, error.headers, BytesIO(reason.encode()))
-            pause = refusal.headers.get("Retry-After", "")
-            if refusal.code != HTTPStatus.TOO_MANY_REQUESTS or not pause.isdigit() or data is not None:
-                break
-            if again + 1 < TRIES:
-                sleep(min(int(pause), timeout_s))
-        raise refusal
+                return self._send(request, timeout_s)
+            except HTTPError as refusal:
+                pause = refusal.headers.get("Retry-After", "")
+                if refusal.code != HTTPStatus.TOO_MANY_REQUESTS or not pause.isdigit() or data is not None:
+                    raise
+            sleep(min(int(pause), timeout_s))
+        return self._send(request, timeout_s)
+
+    def _send(self, request: Request, timeout_s: float) -> bytes:
+        try:
+            with self._opener.open(request, timeout=timeout_s) as response:
+                answer: bytes = response.read(MAX_ANSWER)
+                return answer
+        except HTTPError as error:
+            with error:
+                reason = error.read(MAX_ANSWER).decode(errors="replace") or "refused"
+            url = request.full_url
+            raise HTTPError(url, error.code, reason, error.headers, BytesIO(reason.encode())) from None
 
 
 def fetch(url: str, token: str | None = None, *, timeout_s: float = 5.0) -> bytes:
