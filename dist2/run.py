@@ -223,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if ended.code == 0 or ended.stopped:
                 break
         if page is not None and not ended.stopped:
-            page.ended(words or "all ranks, without an error", bool(ended.code))
+            page.ended(words or "all ranks, without an error", ended.code, ended.incident)
             _linger(page.url, given.linger)
     finally:
         if page is not None:

@@ -125,6 +125,11 @@ def token_at(url: str) -> str | None:
     return None if held is None else held.token
 
 
+def is_left(url: str) -> bool:
+    """Whether the file of a control plane is there: a process removes it at its exit."""
+    return _path_of(url).exists()
+
+
 def control_planes() -> list[ControlPlaneFile]:
     """Return the control planes of this user and host whose processes run."""
     if not is_private(folder()):

@@ -34,6 +34,11 @@ def _named(ranks: Sequence[int]) -> str:
     return ("rank " if len(shown) == 1 and spans[0][0] == spans[0][1] else "ranks ") + ", ".join(shown)
 
 
+def _of_several(words: str, count: int) -> str:
+    """Return words that follow the name of one rank so that they follow that of several."""
+    return f"were{words[3:]}" if count > 1 and words.startswith("was ") else words
+
+
 def _not_known(rank: int) -> str:
     """Return the process of a rank, where processes are not known."""
     return ""
@@ -90,7 +95,7 @@ class RankNames:
             cut_off = any("lost the connection" in words for words in ends.values())
             return f"{self(ends)} {'died, or are cut off' if cut_off else 'died'}"
         return "; ".join(
-            f"{self.with_process(ranks[0]) if process else self(ranks)} {words}"
+            f"{self.with_process(ranks[0]) if process else self(ranks)} {_of_several(words, len(ranks))}"
             for (words, process), ranks in alike.items()
         )
 

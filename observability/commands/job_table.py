@@ -34,6 +34,8 @@ STYLES = {
     "ok": "none",
 }
 """Of a rank by its state; the most urgent state first, as on the page."""
+TONES = {"bad": "bold white on red", "good": "bold green"}
+"""Of the headline of a launcher."""
 ORDER = {state: place for place, state in enumerate(STYLES)}
 COLUMNS = ("rank", "state", "group", "last operation", "in flight", "age", "missing", "step")
 NUMBERS = ("ops/s", "payload", "bus")
@@ -54,6 +56,7 @@ class Frame:
         stragglers: The latest answer at ``/stragglers``; None without one.
         trouble: The reason why there is no newer answer; empty if the latest request was answered.
         age_s: Age of the latest answer in seconds.
+        again: Whether it is asked again, in a sentence.
     """
 
     base: str
@@ -62,6 +65,7 @@ class Frame:
     stragglers: Document | None = None
     trouble: str = ""
     age_s: float = 0.0
+    again: str = ""
 
     def render(self, most_rows: int | None = None, width: int | None = None) -> RenderableType:
         """Return the frame.
@@ -73,8 +77,13 @@ class Frame:
         parts: list[RenderableType] = [self._title()]
         if self.trouble:
             old = f"; the data below is {self.age_s:.0f} s old" if self.job else ""
-            parts.append(_banner(f"No answer: {self.trouble}{old}. Trying again.", "bold white on red"))
+            line = f"No answer: {self.trouble}{old}. {self.again}"
+            parts.append(_banner(line.rstrip(), TONES["bad"]))
         if self.job is not None:
+            if self.job.get("headline"):
+                parts.append(
+                    _banner(self.job["headline"], TONES.get(self.job.get("tone", ""), "bold yellow"))
+                )
             parts.extend(_banner(line, "bold red") for line in self.job["verdict"][:SHOWN_VERDICTS])
             hidden = len(self.job["verdict"]) - SHOWN_VERDICTS
             if hidden > 0:
@@ -89,7 +98,9 @@ class Frame:
         title = Text("dist2 top", style="bold")
         title.append(f"  {_printable(self.base)}", style="none")
         job = self.job
-        if job is not None:
+        if job is not None and job.get("ended"):
+            title.append(f"  {job['world_size']} ranks, as they were last seen", style="none")
+        elif job is not None:
             condition = "no trouble" if not job["verdict"] else "trouble"
             style = "none" if job["verdict"] else "green"
             title.append(f"  {job['answered']} of {job['world_size']} ranks answer  ", style="none")

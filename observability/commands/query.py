@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from observability.commands.control_plane import ControlPlane, NoAnswerError, address, end_without_answer
+from observability.commands.ending import end_unanswered
 from observability.incidents.reading import Incident, NoIncidentError
 from observability.job.tables import TABLES, Row, tables_of
 from observability.operation_files import fill_from_log, is_operation_log
@@ -52,6 +53,7 @@ def query(
         import duckdb
     except ModuleNotFoundError:
         end_without_answer(NoAnswerError("queries need duckdb: pip install 'dist2[query]'"))
+    plane = None
     try:
         path = Path(url)
         is_log = path.is_dir() and is_operation_log(path)
@@ -60,9 +62,12 @@ def query(
         elif path.is_dir():
             rows = _of_incident(path)
         else:
-            rows = _of_job(ControlPlane.of(url, token, token_file), seconds)
-    except (NoAnswerError, NoIncidentError) as error:
+            plane = ControlPlane.of(url, token, token_file)
+            rows = _of_job(plane, seconds)
+    except NoIncidentError as error:
         end_without_answer(error)
+    except NoAnswerError as error:
+        end_unanswered(error, plane)
     with duckdb.connect() as database:
         fill(database, rows)
         if is_log:
@@ -105,6 +110,8 @@ def _of_incident(path: Path) -> dict[str, list[Row]]:
 
 def _of_job(plane: ControlPlane, seconds: int) -> dict[str, list[Row]]:
     job = plane.get_json("/job")
+    if job.get("ended"):
+        raise NoAnswerError("the ranks have ended")
     urls = [rank["url"] or plane.base for rank in job["ranks"] if rank["state"] != "silent"]
 
     def ask(url: str) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from observability.commands.control_plane import ControlPlane, NoAnswerError, address, end_without_answer
+from observability.commands.ending import end_unanswered
 from observability.incidents.reading import Incident, NoIncidentError
 from observability.job.answer import RANK_S
 
@@ -43,6 +44,7 @@ def why(
     URL is that of any control plane of the job, or the folder of an incident. Ends with 0 if nothing is
     wrong, 1 if something is, and 2 if that control plane does not answer or the folder is no incident.
     """
+    plane = None
     try:
         if Path(url).is_dir():
             incident = Incident.read(Path(url))
@@ -64,18 +66,8 @@ def why(
     except NoIncidentError as error:
         end_without_answer(error)
     except NoAnswerError as error:
-        end_without_answer(error, _advice())
+        end_unanswered(error, plane)
     sys.exit(TROUBLE if found["verdict"] else NOTHING_WRONG)
-
-
-def _advice() -> str:
-    """Return whom else to ask: another rank, or what the job left if it has ended."""
-    from observability.commands.ps import age_of, latest_incidents
-
-    told = "; ask the control plane of another rank"
-    for path in latest_incidents()[:1]:
-        told += f", or the latest incident here, {age_of(path)} old: dist2 why {path}"
-    return told
 
 
 def _show(found: dict[str, Any]) -> None:

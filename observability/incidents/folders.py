@@ -99,9 +99,17 @@ def joined(root: Path, job: str, name: str) -> Folder:
 
 def current(root: Path, job: str) -> Path | None:
     """Return the folder of the trouble that a job has now; None if it has none."""
-    found = sorted(root.glob(f"*-{_key(job)}"), reverse=True)
     # The clock may have been set back since.
-    return next((path for path in found if abs(time.time() - created(path)) < JOIN_S), None)
+    return next((path for path in _of_job(root, job) if abs(time.time() - created(path)) < JOIN_S), None)
+
+
+def latest(root: Path, job: str) -> Path | None:
+    """Return the folder of the latest trouble of a job; None if it had none."""
+    return next(iter(_of_job(root, job)), None)
+
+
+def _of_job(root: Path, job: str) -> list[Path]:
+    return sorted(root.glob(f"*-{_key(job)}"), reverse=True)
 
 
 def _key(job: str) -> str:

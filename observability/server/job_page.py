@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
@@ -101,17 +100,25 @@ class JobPage:
         self._base = f"http://{LOOPBACK}:{port}"
         self.url = f"{self._base}/#token={token}"
         self._token = token
-        self._file: Path | None = None
+        self._uid = ""
+        self._file = token_files.write(self._base, token, token_files.Job(rank=-1, world_size=0))
         self._serving = Serving(self._app(token, port), listener)
         self._thread = threading.Thread(target=self._run, name="dist2-job-page", daemon=True)
         self._thread.start()
 
-    def ended(self, words: str, failed: bool) -> None:
-        """Show that the ranks have ended, with their last state."""
+    def ended(self, words: str, code: int, incident: str) -> None:
+        """Show that the ranks have ended, with their last state.
+
+        Args:
+            words: How they ended.
+            code: The exit code of the job.
+            incident: The folder with the evidence; empty where there is none.
+        """
         self._ends.set()
         self._thread.join()
-        tone = "bad" if failed else "good"
-        self._job = {**self._job, "headline": f"The job has ended: {words}", "tone": tone}
+        ended = {"words": words, "code": code, "incident": incident}
+        headline, tone = f"The job has ended: {words}", "bad" if code else "good"
+        self._job = {**self._job, "headline": headline, "tone": tone, "ended": ended}
         self._kept["/job"] = json.dumps(self._job).encode()
 
     def close(self) -> None:
@@ -205,10 +212,10 @@ class JobPage:
             if each.job.meeting == meeting and each.job.rank >= 0
         ]
         found.sort(key=lambda each: each.job.rank)
-        if found and self._file is None:
+        if found and self._uid != found[0].job.uid:
             job = found[0].job
             page = token_files.Job(job.uid, job.name, -1, job.world_size, job.program)
-            self._file = token_files.write(self._base, self._token, page)
+            self._uid, self._file = job.uid, token_files.write(self._base, self._token, page)
         until = time.monotonic() - SILENT_S
         silent = {url: at for url, at in self._silent.copy().items() if at > until}
         well = [each for each in found if each.url not in silent]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import pty
-import select
 import signal
 import socket
 import subprocess
@@ -17,14 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from rich.console import Console
 from support.documents import output_of
 from support.fake_groups import FakeGroup, info_of
+from support.job_frames import SOON_S, WIDTH, job, operation, rank, read_until, text_of
 from support.programs import environment, run
 from support.ranks import Tenant, run_ranks
 from support.warm_interpreter import warm_python
@@ -40,16 +37,7 @@ from observability.metrics import Metrics
 from observability.server.app import app_of
 from observability.server.serving import Serving
 
-SOON_S = 20.0
-WIDTH = 160
 TOKEN = "a-token-for-tests"
-
-
-def text_of(frame: Frame, most_rows: int | None = None, width: int = WIDTH) -> str:
-    console = Console(width=width, color_system=None)
-    with console.capture() as captured:
-        console.print(frame.render(most_rows, width))
-    return captured.get()
 
 
 def invoke(*arguments: str) -> Result:
@@ -57,25 +45,6 @@ def invoke(*arguments: str) -> Result:
 
 
 # The frame
-
-
-def operation(seq: int, age_s: float = 0.0) -> dict[str, Any]:
-    return {"uid": "u", "group": "dp", "op": "all_reduce", "seq": seq, "p2p": False, "age_s": age_s}
-
-
-def rank(
-    number: int, at_s: float, operations: int, nbytes: int, name: str = "dp", **fields: Any
-) -> dict[str, Any]:
-    traffic = {"operations": operations, "bytes": nbytes, "bus_bytes": 2 * nbytes}
-    group = {"uid": "u", "name": name, "state": "open", "last": operation(7), "traffic": traffic}
-    row = {"rank": number, "state": "ok", "url": None, "pid": 4, "at_s": at_s, "groups": [group]}
-    return {**row, "in_flight": [], **fields}
-
-
-def job(*ranks: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    answered = sum(each["state"] != "silent" for each in ranks)
-    whole = {"world_size": len(ranks), "answered": answered, "verdict": [], "waiting": []}
-    return {**whole, "ranks": list(ranks), **fields}
 
 
 @pytest.mark.parametrize("width", [150, 110, 80, 60, 50])
@@ -289,24 +258,6 @@ def test_another_rank_is_asked_if_the_asked_one_is_gone() -> None:
         feed.ask()
     assert "does not answer" in feed.frame().trouble
     assert feed.frame().job is not None, "the last answer is kept"
-
-
-def read_until(terminal: int, wanted: str) -> str:
-    """Return the output of a program up to some words; up to its end if they are empty."""
-    seen, deadline = b"", time.monotonic() + SOON_S
-    while not wanted or wanted.encode() not in seen:
-        assert time.monotonic() < deadline, seen
-        if select.select([terminal], [], [], 0.2)[0]:
-            try:
-                part = os.read(terminal, 1 << 16)
-            except OSError as error:
-                assert error.errno == errno.EIO
-                part = b""
-            if not part:
-                break
-            seen += part
-    assert wanted.encode() in seen, seen
-    return seen.decode(errors="replace")
 
 
 def test_a_terminal_shows_a_lost_server_and_q_or_ctrl_c_end_it() -> None:

@@ -54,6 +54,9 @@ def test_ends_name_processes() -> None:
     assert RANKS.ended({0: "died", 2: "died", 3: "exited with code 3"}) == (
         "ranks 0, 2 died; rank 3 exited with code 3"
     )
+    assert RANKS.ended({0: "was killed by SIGKILL", 1: "was killed by SIGKILL"}) == (
+        "ranks 0, 1 were killed by SIGKILL"
+    )
 
 
 def test_many_ends_are_summed_up() -> None:

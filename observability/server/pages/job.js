@@ -156,6 +156,7 @@ function judged(job) {
   const lines = job.verdict.length ? [...job.verdict] : merged(broken).slice(0, 3);
   if (!job.verdict.length) lines.push(...silent.slice(0, 3).map(rank => `rank ${rank.rank}: ${rank.silence}`));
   const at = [...new Set([...culprits, ...silent.map(rank => rank.rank)])];
+  if (job.ended?.incident) lines.push(`Incident: dist2 why ${job.ended.incident}`);
   if (job.headline) return { sign: "■", tone: job.tone ?? "warn", title: job.headline, lines, at };  // of the launcher
   if (group?.missing.length) return { sign: "✕", tone: "bad", title: `Group ${group.name} is broken: ${named(group.culprits)} did not enter ${group.op}${fates && `, ${fates}`}`, lines, at: group.culprits };
   if (broken.length) return { sign: "✕", tone: "bad", title: `A group is broken on ${ranks(broken)}${fates && `: ${fates}`}`, lines, at: at.length ? at : [broken[0].rank] };

@@ -1,0 +1,248 @@
+"""Commands and a job that ends: told by the page of its launcher, or by its processes on this host."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import attrs
+import pytest
+from click.testing import CliRunner
+from support.job_frames import SOON_S, job, rank, read_until, text_of
+from support.programs import environment
+
+from dist2.cli.app import cli
+from observability import token_files
+from observability.commands import top as top_module
+from observability.commands.control_plane import NO_ANSWER, ControlPlane, NoAnswerError
+from observability.commands.top import JobFeed
+from observability.incidents import folders
+from observability.server.job_page import JobPage
+
+RANK = """
+import json, sys, threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from observability import token_files
+
+number, job = int(sys.argv[1]), sys.argv[2].encode()
+
+class ControlPlane(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/job" else 404)
+        self.end_headers()
+        self.wfile.write(job)
+
+    def log_message(self, *_):
+        pass
+
+server = ThreadingHTTPServer(("127.0.0.1", 0), ControlPlane)
+url = f"http://127.0.0.1:{server.server_address[1]}"
+file = token_files.write(url, "t", token_files.Job("uid-of-the-job", "job", number, 2, "train.py"))
+threading.Thread(target=server.serve_forever, daemon=True).start()
+print(url, flush=True)
+code = int(sys.stdin.readline())
+server.shutdown()
+server.server_close()
+token_files.remove(file)
+sys.exit(code)
+"""
+
+
+@attrs.frozen
+class Process:
+    """A process with a control plane that answers for a job of two ranks."""
+
+    popen: subprocess.Popen[str]
+    url: str
+
+    def exit(self, code: int) -> None:
+        """End it with an exit code, and wait until it has; its parent asks for the code later."""
+        assert self.popen.stdin is not None
+        self.popen.stdin.write(f"{code}\n")
+        self.popen.stdin.flush()
+        self.wait()
+
+    def kill(self) -> None:
+        """Kill it, and wait until it has ended."""
+        self.popen.kill()
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait for its end, which the kernel then tells to others too."""
+        os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOWAIT)
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Process]]:
+    """Start a process of a job; all are ended afterwards."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("DIST2_INCIDENTS", raising=False)
+    started: list[subprocess.Popen[str]] = []
+
+    def started_process(number: int) -> Process:
+        answer = json.dumps(job(rank(0, 1.0, 1, 1), rank(1, 1.0, 1, 1)))
+        popen = subprocess.Popen(
+            [sys.executable, "-c", RANK, str(number), answer],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(TMPDIR=str(tmp_path)),
+        )
+        started.append(popen)
+        assert popen.stdout is not None
+        return Process(popen, popen.stdout.readline().strip())
+
+    yield started_process
+    for each in started:
+        each.kill()
+        each.communicate(timeout=SOON_S)
+
+
+def fed(process: Process) -> JobFeed:
+    feed = JobFeed(ControlPlane.of(process.url, None, None))
+    feed.ask()
+    return feed
+
+
+def unanswered(feed: JobFeed) -> str:
+    """Ask in vain; return the frame."""
+    with pytest.raises(NoAnswerError):
+        feed.ask()
+    return text_of(feed.frame(), width=400)
+
+
+def test_a_job_whose_ranks_exit_without_an_error_has_ended_well(start: Callable[[int], Process]) -> None:
+    ranks = [start(0), start(1)]
+    feed = fed(ranks[0])
+    ranks[0].exit(0)
+    feed.ask()
+    assert feed.frame().base == ranks[1].url, "found by its file: no answer has named it"
+    assert feed.status() is None
+    ranks[1].exit(0)
+    shown = unanswered(feed)
+    assert "The job has ended: ranks 0, 1 exited with code 0\n" in shown
+    assert "all_reduce #7" in shown, "the last table stays"
+    assert feed.status() == 0
+    feed.close()
+
+
+def test_a_job_that_was_killed_may_be_started_again_for_a_while(
+    start: Callable[[int], Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = [start(0), start(1)]
+    feed = fed(ranks[0])
+    for each in ranks:
+        each.kill()
+    shown = unanswered(feed)
+    assert "The job has ended: ranks 0, 1 were killed by SIGKILL. Trying 15 s more: a launcher may" in shown
+    assert feed.status() is None
+    again = start(0)
+    feed.ask()
+    assert feed.frame().base == again.url
+    assert feed.status() is None
+    again.kill()
+    unanswered(feed)
+    monkeypatch.setattr(top_module, "RESTART_S", 0.0)
+    assert feed.status() == 1
+    assert "Trying" not in text_of(feed.frame(), width=400)
+    feed.close()
+
+
+def test_the_incident_of_the_job_is_named(start: Callable[[int], Process], tmp_path: Path) -> None:
+    root = token_files.folder() / "incidents"
+    feed = fed(process := start(0))
+    mine = folders.joined(root, "uid-of-the-job", "job").path
+    folders.joined(root, "uid-of-another", "other")
+    process.exit(1)
+    assert f"rank 0 exited with code 1; incident: dist2 why {mine}" in unanswered(feed)
+    feed.close()
+
+
+def test_a_launcher_that_has_ended_starts_no_rank_again(start: Callable[[int], Process]) -> None:
+    page, only = start(-1), start(0)
+    feed = fed(page)
+    only.kill()
+    page.exit(137)
+    shown = unanswered(feed)
+    assert "The job has ended: the launcher exited with code 137; rank 0 was killed by SIGKILL\n" in shown
+    assert feed.status() == 1
+    feed.close()
+
+
+def test_a_job_that_does_not_answer_is_given_up(
+    start: Callable[[int], Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, other = start(0), start(1)
+    feed = fed(first)
+    first.exit(0)
+    os.kill(other.popen.pid, signal.SIGSTOP)
+    monkeypatch.setattr(top_module, "JOB_S", 0.2)
+    shown = unanswered(feed)
+    assert "Trying again for " in shown
+    assert feed.status() is None
+    monkeypatch.setattr(top_module, "GIVE_UP_S", 0.0)
+    assert feed.status() == NO_ANSWER
+    assert "Giving up." in text_of(feed.frame(), width=400)
+    feed.close()
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_terminal_keeps_the_last_table(start: Callable[[int], Process], code: int, tmp_path: Path) -> None:
+    page, only = start(-1), start(0)
+    ours, theirs = pty.openpty()
+    program = subprocess.Popen(
+        [sys.executable, "-m", "dist2", "top", page.url, "--interval", "0.2"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment(TERM="xterm", LINES="40", COLUMNS="160", TMPDIR=str(tmp_path)),
+        start_new_session=True,
+    )
+    os.close(theirs)
+    read_until(ours, "2 of 2 ranks answer")
+    only.exit(code)
+    page.exit(code)
+    rest = read_until(ours, "").partition("\x1b[?1049l")[2]
+    os.close(ours)
+    assert f"The job has ended: the launcher exited with code {code}" in rest, (
+        "after the screen before is back"
+    )
+    assert "all_reduce #7" in rest
+    assert program.wait(SOON_S) == (1 if code else 0)
+
+
+def test_the_page_of_a_launcher_tells_how_the_job_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    page = JobPage(lambda: "nowhere")
+    try:
+        base = page.url.partition("/#")[0]
+        starting = CliRunner().invoke(cli, ["top", base, "--once", "--interval", "0.2"])
+        assert (starting.exit_code, "none has made a group yet" in starting.output) == (0, True)
+        page.ended("rank 1 was killed by SIGKILL", 137, "/incidents/of this")
+        told = "The job has ended: rank 1 was killed by SIGKILL; incident: dist2 why '/incidents/of this'"
+        for command, code in ((["top", base], 1), (["why", base], 2), (["query", base, "select 1"], 2)):
+            ended = CliRunner(env={"COLUMNS": "300"}).invoke(cli, command)
+            assert (ended.exit_code, told in ended.output) == (code, True), ended.output
+            assert command[0] == "top" or len(ended.output.splitlines()) == 1
+    finally:
+        page.close()
+
+
+@pytest.mark.parametrize("command", [["top"], ["why"], ["query", "select 1"]])
+def test_a_job_that_has_left_nothing_leads_to_ps(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ended = CliRunner().invoke(cli, [command[0], "http://127.0.0.1:1", *command[1:]])
+    assert ended.exit_code == NO_ANSWER
+    assert "dist2 ps lists the jobs that run here" in ended.output
+    assert len(ended.output.splitlines()) == 1
