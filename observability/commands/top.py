@@ -44,7 +44,7 @@ STRAGGLERS_S = 20.0
 OTHER_RANKS = 4
 """Number of other ranks that are asked if the asked one does not answer."""
 LOOK_S = 5.0
-"""Pause between two looks for processes of the job on this host."""
+"""Longest pause between two looks for processes of the job on this host."""
 RESTART_S = 15.0
 """How long a job whose ranks have failed is asked: a launcher may start them again."""
 GIVE_UP_S = 60.0
@@ -133,7 +133,9 @@ class JobFeed:
             raise
         finally:
             self.requests += 1
-        if time.monotonic() >= self._looks:
+        assert self._job is not None
+        has_changed = self._before is None or self._job["answered"] != self._before["answered"]
+        if has_changed or time.monotonic() >= self._looks:
             self._processes.look()
             self._looks = time.monotonic() + LOOK_S
 
