@@ -24,7 +24,7 @@ from observability.job.watch import WaitingCollector
 from observability.metrics import Metrics
 from observability.server.acts import Acts
 from observability.server.answers import Endpoint, as_json, guarded, heavy_answer, http_error, number
-from observability.server.auth import PAGE_HEADERS, TokenAuth
+from observability.server.auth import TokenAuth, file_headers
 from observability.server.documents import Source
 from observability.server.handlers import PREFIX, HandlerEndpoints
 from observability.server.health import Status
@@ -238,7 +238,7 @@ def _page(file: Path) -> Endpoint:
     content, media_type = file.read_bytes(), MEDIA_TYPES[file.suffix]
 
     async def answer(request: Request) -> Response:
-        return Response(content, media_type=media_type, headers=PAGE_HEADERS)
+        return Response(content, media_type=media_type, headers=file_headers(request.url.scheme))
 
     return answer
 

@@ -30,16 +30,20 @@ if TYPE_CHECKING:
 SIGN_IN = "/page-token"
 """Answers a request that bears the token with the page token."""
 
+_POLICY = (
+    "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'{others}; "
+    "img-src data:; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
 PAGE_HEADERS = {
     "Cache-Control": "no-store",
-    "Content-Security-Policy": (
-        "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
-        "img-src data:; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
-    ),
+    "Content-Security-Policy": _POLICY.format(others=""),
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
 """A page loads nothing from elsewhere, runs no inline script, is framed by nobody and hides its address."""
+
+OTHER_RANKS = {"http": " http://127.0.0.1:*", "https": " https:"}
+"""Where the pages of other ranks are: a page asks them for a file before it goes there."""
 
 _REASONS = {
     "no_token": "send the token: 'Authorization: Bearer <token>'; in a browser, open Server.page_url",
@@ -94,6 +98,12 @@ class TokenAuth:
         body = json.dumps({"error": "unauthorized", "refused": reason, "reason": why})
         headers = {"WWW-Authenticate": "Bearer", **PAGE_HEADERS}
         return Response(body, status_code=401, headers=headers, media_type="application/json")
+
+
+def file_headers(scheme: str) -> dict[str, str]:
+    """Return the headers of the files of the page, which have no data: pages of other ranks may read them."""
+    policy = _POLICY.format(others=OTHER_RANKS.get(scheme, ""))
+    return {**PAGE_HEADERS, "Content-Security-Policy": policy, "Access-Control-Allow-Origin": "*"}
 
 
 def _equal(sent: str, expected: str) -> bool:

@@ -234,6 +234,7 @@ def test_the_page_needs_nothing_from_elsewhere(plane: Plane) -> None:
     assert "default-src 'none'" in page.headers["content-security-policy"]
     assert "http://" not in page.text.replace("http://www.w3.org/2000/svg", "")
     assert "https://" not in page.text
+    assert "access-control-allow-origin" not in plane.get("/job").headers, "only files without data have it"
     assert "innerHTML" not in page.text, "what groups are called must not become markup"
 
 

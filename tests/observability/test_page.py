@@ -208,6 +208,29 @@ def browser() -> str:
     return shutil.which("chromium") or ""
 
 
+@attrs.define(eq=False)
+class Leaving:
+    """Ranks that work until the end of the test; the control plane of each is closed when that says so."""
+
+    closes: list[threading.Event] = attrs.field(factory=lambda: [threading.Event() for _ in range(RANKS)])
+    end: threading.Event = attrs.field(factory=threading.Event)
+    started: threading.Barrier = attrs.field(factory=lambda: threading.Barrier(RANKS + 1))
+    urls: list[str] = attrs.field(factory=lambda: [""] * RANKS)
+
+    def body(self, pg: ProcessGroup) -> None:
+        """Be one rank."""
+        with observability.start(pg, announce=False) as server:
+            self.urls[pg.rank()] = server.page_url
+            self.started.wait(20)
+            self.closes[pg.rank()].wait(100)
+        self.end.wait(100)
+
+    def release(self) -> None:
+        """Let the ranks end, after any outcome of the test."""
+        for event in (*self.closes, self.end):
+            event.set()
+
+
 @contextmanager
 def running() -> Iterator[Job]:
     job = Job()
@@ -427,6 +450,54 @@ def test_the_page_of_a_killed_launcher_says_that_it_lost_the_job(browser: str, t
     finally:
         ends.touch()
         process.communicate(timeout=20)
+
+
+@pytest.mark.slow
+def test_the_page_goes_to_the_next_rank_that_answers(browser: str) -> None:
+    job = Leaving()
+    ranks = threading.Thread(target=run_ranks, args=(RANKS, job.body, INPROC))
+    ranks.start()
+    try:
+        job.started.wait(20)
+        with browsing(job.urls[0], browser) as (page, _):
+            see(page, "#state-title", "All 3 ranks work")
+            assert page.locator("#moved").is_hidden()
+            for gone in (0, 1):
+                job.closes[gone].set()
+                see(page, "#moved", f"Rank {gone + 1} answers now: rank {gone}, whose page this tab showed")
+                see(page, "#who", f"asked rank {gone + 1}")
+                see(page, "#state-title", "ranks 0, 1" if gone else "rank 0")
+                assert page.title().startswith("⚠ ")
+                assert page.title().endswith(page.locator("#state-title").inner_text()[2:])
+                assert page.url == f"{job.urls[gone + 1].partition('#')[0]}", "without the token"
+            check_accessible(page)
+            job.closes[2].set()
+            see(page, "#lost", "Connection lost")
+            assert page.title().startswith("No answer: ")
+    finally:
+        job.release()
+        ranks.join(20)
+
+
+def test_the_page_goes_only_to_pages(browser: str) -> None:
+    """Beside a forwarded port, another program may listen at the port of another rank."""
+    found: list[str] = ["another program"]
+
+    def elsewhere(route: Route) -> None:
+        headers = {"Access-Control-Allow-Origin": "*"}
+        route.fulfill(body=found[0], content_type="text/javascript", headers=headers)
+
+    with browsing_job(browser, 64, "run") as page:
+        see(page, "#state-title", "All 64 ranks work")
+        page.route("**/*", lambda route: route.abort())
+        page.route("http://127.0.0.1:20001/**", elsewhere)
+        with page.expect_response("http://127.0.0.1:20001/others.js"):
+            see(page, "#lost", "Connection lost")
+        with page.expect_response("http://127.0.0.1:20001/others.js"):  # it has asked again
+            pass
+        assert page.url == "http://job.test/"
+        found[0] = (PAGES / "others.js").read_text()
+        page.wait_for_url("http://127.0.0.1:20001/*before=0")
 
 
 def test_thousands_of_ranks_fit_on_the_page(browser: str) -> None:

@@ -1,15 +1,16 @@
 // The page of the job. The state of the job comes as server-sent events; if the stream breaks, the page polls,
-// and if that fails as well, it says that what it shows is old, and goes on trying.
+// and if that fails as well, it goes to the page of another rank. Where none answers, it says that what it shows is old, and goes on trying.
 
 import { showHistory } from "./charts.js";
 import { duration, plural } from "./format.js";
 import { noteLateness } from "./heat.js";
 import { showJob } from "./job.js";
+import { answering, others } from "./others.js";
 import { forget, showProcess } from "./process.js";
-import { events, get, linkTo, open } from "./session.js";
+import { before, events, get, open } from "./session.js";
 import { $, list, setText, table } from "./table.js";
 
-const OFFERED = 4, RECENT_MS = 60000, POLL_MS = 1000, SLOW_MS = 5000, QUIET_MS = 6000, DEAD_MS = 30000;
+const RECENT_MS = 60000, FRESH_MS = 10000, POLL_MS = 1000, SLOW_MS = 5000, QUIET_MS = 6000, DEAD_MS = 30000;
 let stream = null, chosen = null, asked = null, job = null, past = null, lastHeard = 0, looked = 0, streamHeard = 0, patience = QUIET_MS;
 let polling = false, op = "all";
 
@@ -35,12 +36,10 @@ function lost(what) {
   if (lastHeard) document.title = document.title.replace(/^(No answer: )?/, "No answer: ");
 }
 
-// Other ranks have the page as well; this one may not ask them itself. The links bear the token: no link to a rank that may
-// have ended since, whose port a program of another user may have by now.
+const othersWithin = limit => Date.now() - lastHeard < limit ? others(job, asked) : [];
+
 function offerOthers() {
-  const known = Date.now() - lastHeard < RECENT_MS ? job?.ranks ?? [] : [];
-  const others = known.filter(rank => rank.url && rank.rank !== asked && rank.state !== "silent").slice(0, OFFERED);
-  const links = others.map(rank => [rank.rank, linkTo(rank.url)]).filter(([, link]) => link), key = JSON.stringify(links);
+  const links = othersWithin(RECENT_MS), key = JSON.stringify(links);
   if ($("lost-links").shown === key) return links.length;
   $("lost-links").shown = key;
   $("lost-links").replaceChildren(...links.flatMap(([rank, link]) => {
@@ -52,7 +51,14 @@ function offerOthers() {
   return links.length;
 }
 
+// Go to the page of another rank, in this tab: that page tells so.
+async function goElsewhere() {
+  const link = await answering(othersWithin(FRESH_MS + patience));
+  if (link) location.replace(`${link}&before=${asked}`);
+}
+
 function takeJob(now, how) {
+  if (!job && before !== null) tellMoved(now.asked_rank);
   job = now;
   asked = now.asked_rank;
   chosen ??= asked;
@@ -60,6 +66,11 @@ function takeJob(now, how) {
   heard(how);
   showJob(now, chosen, choose, look);
   showRanks(now);
+}
+
+function tellMoved(rank) {
+  $("moved").hidden = false;
+  setText($("moved"), `Rank ${rank} answers now: rank ${before}, whose page this tab showed, did not answer any more at ${new Date().toLocaleTimeString()}.`);
 }
 
 function takeSummary(now, how) {
@@ -97,7 +108,9 @@ async function poll() {
     takeJob(await get("/job"), "polling");
     renew();
   } catch (error) {
-    lost(error instanceof TypeError || error.name === "TimeoutError" ? "Connection lost: the process has ended, or cannot answer." : error.message);
+    const isGone = error instanceof TypeError || error.name === "TimeoutError";
+    lost(isGone ? "Connection lost: the process has ended, or cannot answer." : error.message);
+    if (isGone) await goElsewhere();
   }
 }
 

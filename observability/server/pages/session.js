@@ -4,10 +4,14 @@
 const KEY = "dist2-page-token";
 let linked = null, jobToken = null;
 
+// The rank whose page has led here as it did not answer any more; null where none has.
+export let before = null;
+
 function takeLink() {
-  const token = new URLSearchParams(location.hash.slice(1)).get("token");
-  if (token === null) return;
-  linked = token;
+  const link = new URLSearchParams(location.hash.slice(1));
+  if (!link.has("token")) return;
+  linked = link.get("token");
+  before = link.get("before");
   history.replaceState(null, "", location.pathname + location.search);
 }
 
