@@ -3,58 +3,23 @@
 from __future__ import annotations
 
 import json
-import socket
+from email.message import Message
 from http import HTTPStatus
-from http.client import HTTPConnection, HTTPResponse
 from io import BytesIO
 from time import sleep
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
-from urllib.request import (
-    AbstractHTTPHandler,
-    BaseHandler,
-    HTTPErrorProcessor,
-    HTTPSHandler,
-    OpenerDirector,
-    ProxyHandler,
-    Request,
-    build_opener,
-)
 
 from dist2.errors import InvalidUsageError
 from dist2.runtime.config import Config
 from dist2.security.job_secrets import JobSecrets
 from observability.access import NEEDS_TLS, is_loopback, job_token
+from observability.http_exchange import exchange
 
 MAX_ANSWER = 64 << 20
 """An answer is read up to this many bytes."""
 TRIES = 3
 """A control plane that has too many requests is asked so often, each time after the pause that it wants."""
-
-
-class _UnixConnection(HTTPConnection):
-    """HTTP over the Unix socket whose path is the host."""
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self.host)
-
-
-class _UnixHandler(AbstractHTTPHandler):
-    """Opens ``unix://%2Fpath%2Fto%2Fsocket/path``."""
-
-    unix_request = AbstractHTTPHandler.do_request_
-
-    def unix_open(self, request: Request) -> HTTPResponse:
-        """Send the request."""
-        return self.do_open(_UnixConnection, request)
-
-
-class _UnixErrors(HTTPErrorProcessor):
-    """Raises for answers that say so, as for http."""
-
-    unix_response = HTTPErrorProcessor.http_response
 
 
 class Asker:
@@ -68,11 +33,7 @@ class Asker:
         if secrets is None:
             secrets = JobSecrets.of(Config.from_environment())
         self.secrets = secrets
-        # The proxy of the environment is not for our own ranks.
-        handlers: list[BaseHandler] = [ProxyHandler({}), _UnixHandler(), _UnixErrors()]
-        if secrets.tls is not None:
-            handlers.append(HTTPSHandler(context=secrets.tls.context(False)))
-        self._opener: OpenerDirector = build_opener(*handlers)
+        self._tls = None if secrets.tls is None else secrets.tls.context(False)
 
     def ask(
         self, url: str, token: str | None = None, *, body: object = None, timeout_s: float = 5.0
@@ -99,32 +60,30 @@ class Asker:
         if bearer is not None and url.startswith("http://") and not is_loopback(host):
             raise InvalidUsageError(f"{url!r} is not encrypted and {host!r} is not this host: {NEEDS_TLS}")
         headers = {} if bearer is None else {"Authorization": f"Bearer {bearer}"}
-        if url.startswith("unix://"):
-            headers["Host"] = "localhost"
         data = None if body is None else json.dumps(body).encode()
         if data is not None:
             headers["Content-Type"] = "application/json"
-        request = Request(url, data=data, headers=headers)
         for _ in range(TRIES - 1):
             try:
-                return self._send(request, timeout_s)
+                return self._send(url, headers, data, timeout_s)
             except HTTPError as refusal:
                 pause = refusal.headers.get("Retry-After", "")
                 if refusal.code != HTTPStatus.TOO_MANY_REQUESTS or not pause.isdigit() or data is not None:
                     raise
             sleep(min(int(pause), timeout_s))
-        return self._send(request, timeout_s)
+        return self._send(url, headers, data, timeout_s)
 
-    def _send(self, request: Request, timeout_s: float) -> bytes:
+    def _send(self, url: str, headers: dict[str, str], data: bytes | None, timeout_s: float) -> bytes:
         try:
-            with self._opener.open(request, timeout=timeout_s) as response:
-                answer: bytes = response.read(MAX_ANSWER)
-                return answer
-        except HTTPError as error:
-            with error:
-                reason = error.read(MAX_ANSWER).decode(errors="replace") or "refused"
-            url = request.full_url
-            raise HTTPError(url, error.code, reason, error.headers, BytesIO(reason.encode())) from None
+            reply = exchange(url, headers, data, timeout_s, self._tls, MAX_ANSWER)
+        except OSError as error:
+            raise URLError(error) from error
+        if reply.status < HTTPStatus.MULTIPLE_CHOICES:
+            return reply.body
+        reason, told = reply.body.decode(errors="replace") or "refused", Message()
+        for name, value in reply.headers.items():
+            told[name] = value
+        raise HTTPError(url, reply.status, reason, told, BytesIO(reason.encode()))
 
 
 def fetch(url: str, token: str | None = None, *, timeout_s: float = 5.0) -> bytes:

@@ -19,6 +19,7 @@ from observability.client import Asker
 from observability.entries import document_of
 from observability.exposition import dist2_version
 from observability.flight_recorder import FlightRecorder, global_rank
+from observability.frames import no_collection
 from observability.job.answer import RANK_S, Answer, how_ended
 from observability.job.diagnosis import Diagnosis, Key, diagnose
 from observability.job.directory import Directory, Entry, hubs_of
@@ -190,11 +191,12 @@ class Member:
         answers = {self.rank: self.own_answer(wanted)}
         asked = {each.rank: each for each in entries}
         lines = self._gatherer.gather(asked.values(), wanted, limit_s)
-        for rank, entry in asked.items():
-            try:
-                answers[rank] = lines[rank].answer(entry.url)
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                answers[rank] = Answer(silence=misread(error), url=entry.url)
+        with no_collection():  # of the answers of thousands of ranks, none is garbage yet
+            for rank, entry in asked.items():
+                try:
+                    answers[rank] = lines[rank].answer(entry.url)
+                except (ValueError, KeyError, TypeError, RecursionError) as error:
+                    answers[rank] = Answer(silence=misread(error), url=entry.url)
         return answers
 
     def part(self, entries: Sequence[Entry], wanted: Mapping[str, Any], limit_s: float) -> bytes:
@@ -319,7 +321,8 @@ class Member:
         took_s = time.monotonic() - began
         after_s = WAITING_S if self.watch is None else self.watch.after_s
         info = self.info()
-        document = job_document(answers, diagnose(answers, after_s), self.rank, took_s)
+        with no_collection():
+            document = job_document(answers, diagnose(answers, after_s), self.rank, took_s)
         return {"name": None if info is None else info.name, **document}
 
     def stacks(self, wanted: int | None = None, limit_s: float = RANK_S) -> list[dict[str, Any]]:

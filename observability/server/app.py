@@ -45,9 +45,9 @@ PAGES = Path(__file__).parent / "pages"
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 """Suffixes of the files of that folder that are served."""
 
-NOT_COMPRESSED = frozenset({"/events", "/flight_recorder", "/trace", "/timeline", "/works"})
-"""Paths without the middleware: a stream would wait until its buffer is full; `heavy_answer` compresses the
-others on a thread."""
+NOT_COMPRESSED = frozenset({"/events", "/flight_recorder", "/trace", "/timeline", "/works", "/job/gather"})
+"""Paths without the middleware: a stream would wait until its buffer is full; `heavy_answer` compresses some
+on a thread; ranks that gather do not ask for it."""
 
 MAX_WORKS = 10_000
 
@@ -94,7 +94,6 @@ def app_of(
     files, public = page_routes()
     app = Starlette(
         routes=[
-            *files,
             *(
                 Route(
                     each.path,
@@ -104,6 +103,7 @@ def app_of(
                 )
                 for each in operations
             ),
+            *files,
         ],
         exception_handlers={HTTPException: http_error},
         middleware=[Middleware(ReadingLimit, pages=tuple(public))],
@@ -143,9 +143,9 @@ def _operations(source: Source, registry: CollectorRegistry, member: Member, act
         "/handler/{name}": handlers.handle,
         PREFIX + "{capability}/handler/{name}": handlers.handle,
     }
-    return [
-        *(Operation(path, "GET", answer) for path, answer in read.items()),
+    return [  # looked through in this order: first the request of each rank for an answer about the job
         *(Operation(path, "POST", answer) for path, answer in posted.items()),
+        *(Operation(path, "GET", answer) for path, answer in read.items()),
     ]
 
 
