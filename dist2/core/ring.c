@@ -77,16 +77,8 @@ ring_push(Ring *ring, const char *header, size_t header_bytes, const char *paylo
     if (unread == 0) {
         restart(ring, header_bytes, nbytes);
     }
-    copy_in(ring, at, header, header_bytes);
-    at += header_bytes;
-    for (size_t done = 0; done < nbytes;) {
-        size_t piece = nbytes - done < PIECE_BYTES ? nbytes - done : PIECE_BYTES;
-        copy_in(ring, at, payload + done, piece);
-        at += piece;
-        done += piece;
-        publish(&ring->words[RING_HEAD], at);
-    }
-    publish_count(ring, RING_HEAD, at);
+    at = ring_put(ring, at, header, header_bytes);
+    ring_end(ring, ring_put(ring, at, payload, nbytes));
     return 1;
 }
 
@@ -176,6 +168,12 @@ ring_begin(Ring *ring)
 uint64_t
 ring_put(Ring *ring, uint64_t at, const char *from, size_t nbytes)
 {
+    for (; nbytes > PIECE_BYTES; nbytes -= PIECE_BYTES) {
+        copy_in(ring, at, from, PIECE_BYTES);
+        at += PIECE_BYTES;
+        from += PIECE_BYTES;
+        publish(&ring->words[RING_HEAD], at);
+    }
     copy_in(ring, at, from, nbytes);
     return at + nbytes;
 }

@@ -20,15 +20,13 @@
 
 #include "base.h"
 
-/* The words of the page. Those that different sides write lie a cache line apart; the page's rest are the slots of
-   the writer's loans: a message that the reader reads from the writer's memory, by number; 0: none. */
+/* The words of the page. Those that different sides write lie a cache line apart. */
 enum {
     RING_HEAD = 0,
     RING_BASE = 1,
     RING_TAIL = 8,
     READER_SLEEPS = 16,
     WRITER_SLEEPS = 24,
-    SLOTS_AT = 32,
     RING_PAGE_WORDS = 512
 };
 
@@ -52,8 +50,7 @@ ring_has(const Ring *ring, uint64_t nbytes)
 /* Return how many bytes are unread; more than the capacity if the other end's counter cannot be right. */
 uint64_t ring_unread(const Ring *ring, int writes);
 
-/* Write a frame, a header and its payload: 1, or 0 if there is no room for both, or the reader's counter is invalid.
-   A long payload is published piece by piece, for a reader that copies meanwhile. */
+/* Write a frame, a header and its payload: 1, or 0 if there is no room for both, or the reader's counter is invalid. */
 int ring_push(Ring *ring, const char *header, size_t header_bytes, const char *payload, size_t nbytes);
 
 /* Copy the payload behind a header: 1, or 0 if another header is next, or the payload does not come. The frame stays in
@@ -68,7 +65,7 @@ int ring_pull_like(Ring *ring, const char *header, size_t alike, char *found, si
 void ring_consume(Ring *ring, uint64_t nbytes);
 
 /* Write bytes behind those of `ring_begin` and earlier calls; `ring_end` publishes them. The caller knows that there
-   is room. */
+   is room. Of many bytes the first ones are published as they are written: the reader copies meanwhile. */
 uint64_t ring_begin(Ring *ring);
 uint64_t ring_put(Ring *ring, uint64_t at, const char *from, size_t nbytes);
 void ring_end(Ring *ring, uint64_t at);

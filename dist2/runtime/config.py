@@ -62,7 +62,6 @@ class Config:
         transport: ``DIST2_TRANSPORT``: ``auto``, ``shm``, ``tcp`` or ``inproc``.
         job_id: ``DIST2_JOB_ID`` or torchrun's run id: connections of other jobs are refused.
         spin_us: ``DIST2_SPIN_US``: how long a waiter polls memory before it sleeps, in microseconds.
-        cross_memory: ``DIST2_CROSS_MEMORY=0``: never have the kernel copy between the memories of processes.
         heartbeat_s: ``DIST2_HEARTBEAT``: silence after which the ranks of another host count as dead, in
             seconds; at least 2.
         congestion: ``DIST2_CONGESTION``: congestion control of connections to near hosts where the system's
@@ -102,7 +101,6 @@ class Config:
     transport: str = "auto"
     job_id: str = ""
     spin_us: float | None = None
-    cross_memory: bool = True
     heartbeat_s: float = DEFAULT_HEARTBEAT_S
     congestion: str = "reno"
     instruments: bool = True
@@ -142,7 +140,6 @@ class Config:
             transport=_one_of(environment, "DIST2_TRANSPORT", _TRANSPORTS, "auto"),
             job_id=get("DIST2_JOB_ID") or get("TORCHELASTIC_RUN_ID", ""),
             spin_us=_positive(environment, "DIST2_SPIN_US", None),
-            cross_memory=_flag(environment, "DIST2_CROSS_MEMORY", True),
             heartbeat_s=max(2.0, _positive(environment, "DIST2_HEARTBEAT", DEFAULT_HEARTBEAT_S)),
             congestion=get("DIST2_CONGESTION", "reno"),
             instruments=_flag(environment, "DIST2_INSTRUMENTS", True),

@@ -7,7 +7,6 @@ from pathlib import Path
 import attrs
 
 import dist2
-from drill.accesses import AccessCell
 from drill.crew import Note
 from drill.faults import FAULTS, Scene
 from drill.holdings import holdings, kept_since
@@ -78,7 +77,7 @@ class StoryCell:
         return None
 
 
-Cell = FaultCell | StoryCell | AccessCell
+Cell = FaultCell | StoryCell
 
 
 @attrs.frozen

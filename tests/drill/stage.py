@@ -80,15 +80,6 @@ class Stage:
         """Say that something has happened, and when."""
         self._write(event, repr(time.monotonic()))
 
-    def tell_number(self, event: str, number: int) -> None:
-        """Say that something has happened, and a number in place of when."""
-        self._write(event, str(number))
-
-    def number(self, event: str) -> int:
-        """Wait for an event that carries a number; return the number."""
-        self.until(self._place(event).exists)
-        return int(self._place(event).read_text())
-
     def hear(self, *events: str) -> float:
         """Wait until all of these have happened; return when the last did, on the common clock."""
         places = [self._place(event) for event in events]

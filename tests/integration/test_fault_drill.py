@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from drill.accesses import ACCESS_CELLS, AccessCell
 from drill.cells import FAULT_CELLS, STORY_CELLS, Cell, FaultCell, Performance, StoryCell
 from drill.crew import Crew
 from support.time_limits import failure
 
-from dist2.backends.socket.transport import shared_memory
-
 LIMIT_S = 40.0
-
-
-def may_trace() -> bool:
-    """Whether this process may stop the ranks of the drill, which are not its children."""
-    yama = Path("/proc/sys/kernel/yama/ptrace_scope")
-    return os.geteuid() == 0 or not yama.exists() or yama.read_text().strip() == "0"
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +42,3 @@ def test_a_fault_in_an_operation(crew: Crew, cell: FaultCell, transport: str, tm
 @pytest.mark.parametrize("cell", STORY_CELLS, ids=str)
 def test_a_change_of_members(crew: Crew, cell: StoryCell, transport: str, tmp_path: Path) -> None:
     play(crew, cell, transport, tmp_path)
-
-
-@pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory")
-@pytest.mark.skipif(not may_trace(), reason="ptrace is not permitted here")
-@pytest.mark.parametrize("cell", ACCESS_CELLS, ids=str)
-def test_a_rank_that_is_stopped_before_it_reaches_into_another(
-    crew: Crew, cell: AccessCell, tmp_path: Path
-) -> None:
-    play(crew, cell, "shm", tmp_path)

@@ -15,7 +15,6 @@ from dist2.errors import InvalidUsageError
 from dist2.runtime.config import MEMORY, VARIABLES, Config, temporary_folder
 
 FLAGS = (
-    "DIST2_CROSS_MEMORY",
     "DIST2_INSTRUMENTS",
     "DIST2_ALLOW_PICKLE",
 )

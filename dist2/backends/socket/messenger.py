@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -13,13 +12,9 @@ from dist2.backends.socket.arriving import Arriving, note_arrival
 from dist2.backends.socket.memory import bytes_at, bytes_of
 from dist2.backends.socket.staging import is_plain, plain
 from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
-from dist2.backends.socket.transport.links.link import Link
-from dist2.backends.socket.transport.links.ring import RingWriter
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.messages.express import Carrier
-from dist2.backends.socket.transport.messages.express_long import ExpressOffer, ExpressTake
 from dist2.backends.socket.transport.messages.lot import Lot
-from dist2.backends.socket.transport.messages.transfer import Sending, next_number
 from dist2.operation.execution import Execute, Helped, Outcome, Tensors
 from dist2.operation.kinds import OpKind
 from dist2.operation.record import Operation
@@ -73,7 +68,8 @@ class Messenger:
         """Do `plan` for tensors that are all plain; see `Backend.plan_plain`."""
         lot, sends = _lot_of(signature), signature.kind is OpKind.SEND
         if lot is not None and self._endpoint.ways.has_express(lot):
-            return self._carrier(lot, sends=sends)
+            otherwise = self._posting(lot, sends=sends)
+            return Carrier(self, self._endpoint.ways.express(lot), sends, otherwise)
         way = self._way_in_from_any(signature) if lot is None else self._posting(lot, sends=sends)
         if way is None:
             return self._long_way(signature)
@@ -87,38 +83,6 @@ class Messenger:
 
     def _long_way(self, signature: Signature) -> Execute:
         return self._send if signature.kind is OpKind.SEND else self._recv
-
-    def _carrier(self, lot: Lot, *, sends: bool) -> Execute:
-        """Return a callable in C that runs the messages of a lot inside the host."""
-        ways = self._endpoint.ways
-        express = ways.express(lot)
-        more: dict[str, Any] = {}
-        if lot.is_long and sends:
-            more = self._long_out(ways.express_offer(lot))
-        elif lot.is_long:
-            more = self._long_in(lot, ways.express_take(lot))
-        otherwise = self._posting(lot, sends=sends)
-        return Carrier(messenger=self, express=express, sends=sends, otherwise=otherwise, **more)
-
-    def _long_out(self, offer: ExpressOffer) -> dict[str, Any]:
-        """Return the action of a carrier for a long message that is not taken in a moment."""
-
-        def adopt(tensor: torch.Tensor, number: int, ring: RingWriter, slot: int) -> Sending:
-            return offer.adopt(number, ring, slot, bytes_of(tensor))
-
-        def resume(operation: Operation, tensor: torch.Tensor, sending: Sending) -> Helped | None:
-            return self._posted(operation, sending, tensor, None)
-
-        return {"numbers": next_number, "adopt": adopt, "cancel": offer.cancel, "resume": resume}
-
-    def _long_in(self, lot: Lot, take: ExpressTake) -> dict[str, Any]:
-        """Return the action of a carrier for a long message that cannot be read at once."""
-
-        def resume(operation: Operation, tensor: torch.Tensor, left: tuple[Link, bytes, bool]) -> None:
-            take.go_on(*left, tensor.data_ptr(), operation.deadline_ns)
-            operation.source = lot.peer
-
-        return {"resume": resume}
 
     # The short paths, of tensors whose memory holds their values one after the other
 

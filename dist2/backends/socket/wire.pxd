@@ -24,8 +24,6 @@ cdef class Header:
         unsigned long long fingerprint, unsigned int nbytes, unsigned long long transfer, unsigned long long total,
     ) except -1
     cpdef bytes encode(self)
-    @cython.locals(other=Header)
-    cpdef Header about(self, unsigned long long transfer)
 
 
 @cython.locals(header=Header, nbytes="unsigned int", total="unsigned long long", wrong="bint")

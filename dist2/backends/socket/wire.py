@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import enum
 import json
-import struct
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import attrs
 import cython
@@ -27,9 +26,9 @@ PROTOCOL_VERSION = 1
 EAGER_BYTES = 1 << 16
 """Messages up to this long travel at once; longer ones wait until the receiver has a buffer,"""
 RING_MESSAGE_BYTES = 448 << 10
-"""save that one up to this long goes at once inside a host, if its ring has room. Longer ones are lent."""
+"""save that one up to this long goes at once inside a host, if its ring has room,"""
 PROMPT_BYTES = 1 << 20
-"""And one up to this long may go at once over a socket that is free, within the sender's credit."""
+"""and one up to this long over a link that is free; both within the sender's credit."""
 SEGMENT_BYTES = 1 << 20
 """Longest payload of a `DATA` frame: a link is not held up longer than one takes."""
 DIRECT_BYTES = 4096
@@ -66,14 +65,9 @@ class Kind(enum.IntEnum):
     DECISION = 16
     PROBE = 18
     CALLED = 19
-    OFFER = 20
-    TAKEN = 21
     ORIGIN = 22
     GAVE_UP = 23
 
-
-_LOAN = struct.Struct("<QQQ")
-LOAN_BYTES = _LOAN.size
 
 _KINDS = [None if code not in set(Kind) else Kind(code) for code in range(256)]
 _LONGEST = {
@@ -88,7 +82,6 @@ _LONGEST = {
     Kind.RING: TEXT_BYTES,
     Kind.VOTE: TEXT_BYTES,
     Kind.DECISION: TEXT_BYTES,
-    Kind.OFFER: LOAN_BYTES,
     Kind.PROBE: TEXT_BYTES,
     Kind.CALLED: TEXT_BYTES,
     Kind.ORIGIN: TEXT_BYTES,
@@ -206,12 +199,6 @@ class Header:
         encoded: bytes = at[:HEADER_BYTES]
         return encoded
 
-    def about(self, transfer: int) -> Header:
-        """Return the header with another ``transfer``."""
-        other = Header.decode(self.encode())
-        other.fields.transfer = transfer
-        return other
-
     @staticmethod
     def decode(data: memoryview | bytes) -> Header:
         """Read a header.
@@ -237,34 +224,11 @@ def read_header(at: Any) -> Header:
     if nbytes > longest:
         raise WireError(f"a {kind.name} frame of {nbytes} bytes is longer than the {longest} allowed")
     wrong = kind is Kind.EAGER and nbytes != total
-    if kind is Kind.ANNOUNCE or kind is Kind.OFFER:
-        wrong = total <= EAGER_BYTES or nbytes != longest
+    if kind is Kind.ANNOUNCE:
+        wrong = total <= EAGER_BYTES
     if wrong:
         raise WireError(f"a {kind.name} frame of {nbytes} bytes for a message of {total}")
     return header
-
-
-class Loan(NamedTuple):
-    """The payload of an `OFFER`: the address of a long message.
-
-    Attributes:
-        number: The sender's number of the message.
-        address: Where its first byte lies in the sender's process.
-        slot: The slot in the ring's header that holds the number as long as the message may be read.
-    """
-
-    number: int
-    address: int
-    slot: int
-
-    def encode(self) -> bytes:
-        """Return the payload."""
-        return _LOAN.pack(*self)
-
-    @classmethod
-    def decode(cls, payload: bytes | memoryview | bytearray) -> Loan:
-        """Read the payload of an `OFFER`, whose length the header has promised."""
-        return cls(*_LOAN.unpack(payload))
 
 
 @attrs.frozen

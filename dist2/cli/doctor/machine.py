@@ -68,7 +68,7 @@ def cores() -> Iterator[Finding]:
 
 
 def shared_memory() -> Iterator[Finding]:
-    """Memory that processes share: anonymous files, opened by another process; reads of its memory."""
+    """Memory that processes share: anonymous files, opened by another process; and looks into processes."""
     if platform.machine() not in ("x86_64", "AMD64"):
         yield Finding.problem(
             "shared memory",
@@ -98,12 +98,12 @@ def shared_memory() -> Iterator[Finding]:
         )
     scope = _read("/proc/sys/kernel/yama/ptrace_scope") or "absent"
     if read == "read":
-        yield Finding.ok("ptrace", f"processes may read each other's memory (Yama's scope: {scope})")
+        yield Finding.ok("ptrace", f"processes may look into each other (Yama's scope: {scope})")
     else:
         yield Finding.warning(
             "ptrace",
             f"process_vm_readv: {read} (Yama's scope: {scope})",
-            "long tensors are copied twice through shared memory, not once between processes",
+            "py-spy cannot take the stack of a rank that does not answer",
             "sysctl kernel.yama.ptrace_scope=0, or CAP_SYS_PTRACE for the container",
         )
 

@@ -24,7 +24,7 @@ TENANTS = (
 )
 RANKS = 3
 LENGTHS = (1, 3, 10, 20_000, 400_000)
-"""Short messages, those that are lent inside a host, and those that are announced."""
+"""Short messages, and long ones: sent at once or announced."""
 
 
 @attrs.frozen

@@ -19,11 +19,9 @@ from dist2 import MismatchError, OperationTimeoutError, PeerLostError, ProcessGr
 from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST, REPORTED_BYTES
-from dist2.backends.socket.transport.messages.lot import Lot
 from dist2.backends.socket.wire import (
     EAGER_BYTES,
     HEADER_BYTES,
-    LOAN_BYTES,
     PROMPT_BYTES,
     SEGMENT_BYTES,
     TAGGED,
@@ -266,8 +264,8 @@ def test_an_abort_ends_who_waits(sides: tuple[Side, Side], sends: bool) -> None:
 
 @pytest.mark.parametrize("nbytes", HUGE)
 def test_lengths_beyond_32_bits_have_their_headers(nbytes: int) -> None:
-    offered = Header.decode(Lot(1, 0, PRINT, nbytes).header(context=5))
-    assert (offered.kind, offered.nbytes, offered.total) == (Kind.OFFER, LOAN_BYTES, nbytes)
+    announced = Header.decode(Header(Kind.ANNOUNCE, TAGGED, 5, total=nbytes).encode())
+    assert (announced.kind, announced.nbytes, announced.total) == (Kind.ANNOUNCE, 0, nbytes)
 
 
 @pytest.mark.parametrize("kind", [OpKind.SEND, OpKind.RECV])

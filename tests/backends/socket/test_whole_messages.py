@@ -27,10 +27,10 @@ def send_whole(side: Side, text: bytearray) -> bool:
     return express.send(address_of(memoryview(text)))
 
 
-def test_which_messages_are_sent_whole() -> None:
-    whole, lent = (Lot(0, 0, PRINT, RING_MESSAGE_BYTES + more) for more in (0, 1))
-    assert (whole.is_long, lent.is_long) == (False, True)
-    assert (whole.cost, lent.cost) == (FRAME_COST + RING_MESSAGE_BYTES, FRAME_COST)
+def test_which_messages_are_sent_whole(sides: tuple[Side, Side]) -> None:
+    whole, longer = (Lot(1, 0, PRINT, RING_MESSAGE_BYTES + more) for more in (0, 1))
+    assert sides[0].endpoint.ways.has_express(whole)
+    assert not sides[0].endpoint.ways.has_express(longer)
 
 
 @pytest.mark.parametrize("nbytes", LENGTHS)
@@ -58,7 +58,7 @@ def test_it_is_kept_for_a_receive_that_comes_later(sides: tuple[Side, Side], nby
     assert two.take_long_way(nbytes) == pattern(nbytes)
 
 
-def test_it_comes_after_those_that_were_offered_before(sides: tuple[Side, Side]) -> None:
+def test_it_comes_after_those_that_were_queued_before(sides: tuple[Side, Side]) -> None:
     one, two = sides
     sending = one.endpoint.send_tagged(1, 0, PRINT, memoryview(pattern(LENGTHS[1], 1)))
     assert send_whole(one, pattern(LENGTHS[1], 2))

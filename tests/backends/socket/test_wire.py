@@ -16,7 +16,6 @@ from dist2.backends.socket.wire import (
     EAGER_BYTES,
     HEADER_BYTES,
     HELLO_BYTES,
-    LOAN_BYTES,
     PROMPT_BYTES,
     SEGMENT_BYTES,
     TEXT_BYTES,
@@ -39,7 +38,6 @@ LIMITS = {
     Kind.RING: TEXT_BYTES,
     Kind.VOTE: TEXT_BYTES,
     Kind.DECISION: TEXT_BYTES,
-    Kind.OFFER: LOAN_BYTES,
     Kind.PROBE: TEXT_BYTES,
     Kind.CALLED: TEXT_BYTES,
     Kind.ORIGIN: TEXT_BYTES,
@@ -57,9 +55,7 @@ def headers(draw: st.DrawFn, longest: int = SEGMENT_BYTES) -> Header:
     total = draw(words)
     if kind is Kind.EAGER:
         total = nbytes
-    elif kind is Kind.OFFER:
-        nbytes = LOAN_BYTES
-    if kind in (Kind.ANNOUNCE, Kind.OFFER):
+    elif kind is Kind.ANNOUNCE:
         total = draw(st.integers(EAGER_BYTES + 1, 2**64 - 1))
     return Header(
         kind,
@@ -218,12 +214,6 @@ def test_a_payload_longer_than_its_kind_may_have_is_refused_before_its_place_is_
 def test_lengths_that_contradict_each_other_are_refused(header: Header) -> None:
     with pytest.raises(WireError, match="for a message of"):
         Header.decode(header.encode())
-
-
-@given(headers(), words)
-def test_a_header_about_another_transfer_differs_in_that(header: Header, transfer: int) -> None:
-    assert header.about(transfer).transfer == transfer
-    assert header.about(transfer).about(header.transfer) == header
 
 
 # Hellos

@@ -19,7 +19,6 @@ from dist2.backends.socket.transport.links.reception import Reception
 from dist2.backends.socket.transport.links.rings import RingMaker
 from dist2.backends.socket.transport.messages.absent_groups import AbsentGroups
 from dist2.backends.socket.transport.messages.assembly import Assembly
-from dist2.backends.socket.transport.messages.borrower import Borrower
 from dist2.backends.socket.transport.messages.comparison import Comparison
 from dist2.backends.socket.transport.messages.courier import Courier
 from dist2.backends.socket.transport.messages.delivery import Delivery
@@ -128,8 +127,7 @@ class Fabric:
         comparison = self.comparison = Comparison(linkage, courier, outcomes)
         origins = self.origins = Origins(linkage, courier, outcomes, departures, mailboxes, absent)
         probes = self.probes = Probes(linkage, courier, presence, comparison, departures, origins)
-        borrower = Borrower(self.lock, linkage, courier, outcomes, mailboxes)
-        delivery = self.delivery = Delivery(courier, outcomes, comparison, borrower)
+        delivery = self.delivery = Delivery(courier, outcomes, comparison)
         dispatch = Dispatch(linkage, presence, courier, outcomes, comparison, delivery)
         given_up = GivenUp(courier, outcomes)
         others = handlers(assembly, comparison, delivery, departures, dispatch, probes, origins, given_up)
@@ -141,7 +139,7 @@ class Fabric:
         self.departures, self.dispatch, self.groups = departures, dispatch, groups
         linkage.report_to(intake)
         lock, alarm, reception = self.lock, self._alarm, self._reception
-        rounds = Rounds(lock, self._epoll, alarm, linkage, presence, reception, courier, departures, borrower)
+        rounds = Rounds(lock, self._epoll, alarm, linkage, presence, reception, courier, departures)
         self.poller = Poller(lock, alarm, rounds, linkage.rings, dispatch, outcomes, mailboxes, spins)
 
     def _look_after_links(self) -> None:

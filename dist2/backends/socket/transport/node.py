@@ -21,7 +21,6 @@ from dist2.backends.socket.transport.boards.arrivals import default_spins, lone_
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
 from dist2.backends.socket.transport.boards.roster import Member
-from dist2.backends.socket.transport.cross_memory import can_reach
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.host import host_id
 from dist2.backends.socket.transport.links.card import Card
@@ -135,7 +134,6 @@ class Node:
     Attributes:
         card: For the other members of a group.
         credentials: The proof that it sends and requires.
-        cross_memory: Whether the kernel may be asked to move memory between processes.
     """
 
     def __init__(
@@ -155,7 +153,6 @@ class Node:
         )
         self._boards: weakref.WeakSet[Board] = weakref.WeakSet()
         self._spin_us = config.spin_us
-        self.cross_memory = config.cross_memory
         self.card = NodeCard(
             self._fabric.card,
             os.getpid(),
@@ -280,9 +277,7 @@ class Node:
             raise ValueError("this process shares no memory")
         where = json.loads(text)
         neighbour = shared.neighbour(fabric_id, int(where["pid"]), where)
-        reachable = self.cross_memory and can_reach(neighbour.locator)
-        memory = neighbour.region(int(where["offset"]), HEADER_BYTES + RING_BYTES).bytes
-        return RingReader(memory, neighbour.pid if reachable else 0, neighbour.fileno())
+        return RingReader(neighbour.region(int(where["offset"]), HEADER_BYTES + RING_BYTES).bytes)
 
     def board(
         self,

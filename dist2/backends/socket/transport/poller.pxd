@@ -27,6 +27,6 @@ cdef class Poller:
     cpdef _poll(self, double left_s, bint awake)
     cdef _wait_for_role(self, object done, double left_s)
     cpdef bint is_wanted(self) except -1
-    cpdef progress(self, double timeout_s, long long borrow_ns=*)
+    cpdef progress(self, double timeout_s)
     cpdef glance(self, bint seldom=*)
     cpdef tell_finished(self)

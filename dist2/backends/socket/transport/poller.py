@@ -34,10 +34,6 @@ _LOOKS = 20
 _GLANCE_NS = 20_000_000
 _SELDOM_NS = 100_000_000
 """Time without a poll after which a glance reads the links."""
-_BORROW_NS = 2_000_000
-"""How long messages are read from other processes' memory before their senders are notified,"""
-_BORROW_BRIEFLY_NS = 100_000
-"""The same where the polling thread may soon do other work, such as a collective."""
 _CALLED_NS = 2_000_000
 """After a call that posts or waits, it is taken that the next one comes soon, and polls by itself."""
 
@@ -141,9 +137,9 @@ class Poller:
         """Whether the thread that polls one socket delays another waiter, or data in rings."""
         return bool(self._waiters) or self._rings.have_bytes(1)
 
-    def progress(self, timeout_s: float, borrow_ns: int = _BORROW_BRIEFLY_NS) -> None:
+    def progress(self, timeout_s: float) -> None:
         """Make a round, and call back for the messages that it has finished. Requires the role."""
-        self._rounds.make(timeout_s, borrow_ns)
+        self._rounds.make(timeout_s)
         self.tell_finished()
 
     def glance(self, seldom: bool = False) -> None:
@@ -204,13 +200,13 @@ class Poller:
     def _poll(self, left_s: float, awake: bool) -> bool:
         """Make progress once: by looking, or asleep until something comes."""
         if not awake:
-            self.progress(min(left_s, _POLL_S), _BORROW_NS)
+            self.progress(min(left_s, _POLL_S))
         elif self._rings.have_bytes(_LOOKS if self.spins else 1):
-            self.progress(0, _BORROW_NS)
+            self.progress(0)
         else:
             self._looks += 1
-            if self._rounds.borrows or not (self._looks % BUSY_ROUNDS and self._rings.readers):
-                self.progress(0, _BORROW_NS)
+            if not (self._looks % BUSY_ROUNDS and self._rings.readers):
+                self.progress(0)
         return True
 
     def _wait_for_role(self, done: Callable[[], bool], left_s: float) -> None:

@@ -10,7 +10,6 @@ from dist2.backends.socket.transport.alarm import Alarm
 from dist2.backends.socket.transport.links.linkage import Linkage
 from dist2.backends.socket.transport.links.presence import GRACE_S, Presence
 from dist2.backends.socket.transport.links.reception import Reception
-from dist2.backends.socket.transport.messages.borrower import Borrower
 from dist2.backends.socket.transport.messages.courier import Courier
 from dist2.backends.socket.transport.messages.departures import Departures
 from dist2.runtime.built import check_built
@@ -36,7 +35,6 @@ class Rounds:
         reception: Accepts connections.
         courier: Sends frames again that lacked a link.
         departures: Handles members that are gone.
-        borrower: Reads long messages where they lie.
 
     Attributes:
         idle_ns: For how long rounds have slept, where a sleep took `IDLE_NS` or longer.
@@ -52,7 +50,6 @@ class Rounds:
         reception: Reception,
         courier: Courier,
         departures: Departures,
-        borrower: Borrower,
     ) -> None:
         self._lock = lock
         self._epoll = epoll
@@ -62,23 +59,12 @@ class Rounds:
         self._reception = reception
         self._courier = courier
         self._departures = departures
-        self._borrower = borrower
         self._busy = 0
         self.idle_ns = 0
 
-    @property
-    def borrows(self) -> bool:
-        """Whether there is something to read out of other processes' memory."""
-        return bool(self._borrower.queue)
-
-    def make(self, timeout_s: float, borrow_ns: int) -> None:
-        """Make one round: sleep until an event or the limit; read long messages up to theirs."""
+    def make(self, timeout_s: float) -> None:
+        """Make one round: sleep until an event or the limit."""
         linkage = self.linkage
-        if self._borrower.queue:
-            self._borrower.read_until(monotonic_ns() + borrow_ns)
-            with self._lock:
-                linkage.flush_all()
-            timeout_s = 0
         if self._serve_busy(timeout_s > 0):
             self._busy += 1
             if self._busy % BUSY_ROUNDS:

@@ -4,7 +4,7 @@ from libc.stdint cimport int64_t, uint64_t
 
 cdef extern from "ring.h" nogil:
     enum:
-        RING_PAGE_WORDS, READER_SLEEPS, WRITER_SLEEPS, SLOTS_AT, MOST_READERS
+        RING_PAGE_WORDS, READER_SLEEPS, WRITER_SLEEPS, MOST_READERS
     ctypedef struct Word:
         pass
     ctypedef struct Ring:
@@ -49,12 +49,8 @@ cdef class End:
 
 
 cdef class RingWriter(End):
-    cdef list free_slots
-
-    cdef long long take_slot(self, uint64_t number) except -2
+    pass
 
 
 cdef class RingReader(End):
-    cdef public int pid, pidfd
-
-    cpdef bint is_lent(self, uint64_t slot, uint64_t number) except -1
+    pass

@@ -1,19 +1,13 @@
 # cython: language_level=3, binding=False, boundscheck=False, wraparound=False, embedsignature=False
 # distutils: sources = dist2/core/ring.c
 # distutils: include_dirs = dist2/core
-"""The two ends of a ring, a byte pipe through shared memory in place of a socket: see dist2/core/ring.h.
-
-Behind the words of the pipe, the first page of a ring has the slots of its writer's loans (``loans.py``).
-"""
+"""The two ends of a ring, a byte pipe through shared memory in place of a socket: see dist2/core/ring.h."""
 
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 
-from dist2.runtime.other_process import has_ended
-
 RING_BYTES = 1 << 20
 HEADER_BYTES = 8 * RING_PAGE_WORDS
-SLOTS = RING_PAGE_WORDS - SLOTS_AT
 
 
 @cython.no_gc  # it refers to nothing but memory, which it holds to its end
@@ -27,7 +21,7 @@ cdef class End:
         words: The words.
     """
 
-    def __cinit__(self, memory, *args, **keywords):
+    def __cinit__(self, memory):
         PyObject_GetBuffer(memory, &self.memory, PyBUF_WRITABLE)
         if self.memory.len <= HEADER_BYTES or <size_t>self.memory.buf % sizeof(Word):
             raise ValueError(f"memory: need an aligned page and more, got {self.memory.len} bytes")
@@ -62,9 +56,6 @@ cdef class End:
 cdef class RingWriter(End):
     """The writing end."""
 
-    def __init__(self, memory):
-        self.free_slots = list(range(SLOTS))
-
     def sendmsg(self, buffers):
         """Write as much as there is room for; return how much.
 
@@ -88,43 +79,10 @@ cdef class RingWriter(End):
         """Whether there is room to write."""
         return ring_unread(&self.ring, True) < self.ring.capacity
 
-    cdef long long take_slot(self, uint64_t number) except -2:
-        """Enter a loan in a free slot and return which; -1 if there is none. ``number`` is not 0."""
-        cdef long slot
-        if not self.free_slots:
-            return -1
-        slot = self.free_slots.pop()
-        publish(&self.ring.words[SLOTS_AT + slot], number)
-        return slot
-
-    def lend(self, uint64_t number):
-        """Enter a loan in a free slot and return which; None if there is none. ``number`` is not 0."""
-        slot = self.take_slot(number)
-        return None if slot < 0 else slot
-
-    def revoke(self, long slot):
-        """End a loan: later readers of its slot see that."""
-        publish(&self.ring.words[SLOTS_AT + slot], 0)
-        self.free_slots.append(slot)
-
-    @property
-    def slots_left(self):
-        """How many more loans there can be."""
-        return len(self.free_slots)
-
 
 @cython.no_gc
 cdef class RingReader(End):
-    """The reading end.
-
-    Args:
-        memory: See `End`.
-        pid: The writer's process, if this one may read its memory; 0 if not.
-        pidfd: Readable once that process has ended; -1: it is this very one.
-    """
-
-    def __init__(self, memory, int pid=0, int pidfd=-1):
-        self.pid, self.pidfd = pid, pidfd
+    """The reading end."""
 
     def recv_into(self, buffer):
         """Read available bytes, up to the length of a buffer; return how many.
@@ -147,13 +105,3 @@ cdef class RingReader(End):
     def has_bytes(self):
         """Whether there is something to read."""
         return ring_has(&self.ring, 1)
-
-    cpdef bint is_lent(self, uint64_t slot, uint64_t number) except -1:
-        """Whether a loan stands.
-
-        That of a process that has ended does not: its number may be another process's by now, whose memory
-        was read.
-        """
-        if slot >= RING_PAGE_WORDS - SLOTS_AT or observe(&self.ring.words[SLOTS_AT + slot]) != number:
-            return False
-        return not has_ended(self.pidfd)

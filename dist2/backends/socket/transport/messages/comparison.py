@@ -123,22 +123,22 @@ class Comparison:
 
     def _tell_mismatch(self, mailbox: Mailbox, called: Called, tagged: bool, theirs: int) -> None:
         payload = called.call.encode() + self._accusations(mailbox)
-        frame = Header(
-            Kind.MISMATCH,
-            flags=TAGGED if tagged else 0,
-            context=mailbox.context,
-            seq=called.seq,
-            fingerprint=called.fingerprint,
-            nbytes=len(payload),
-        )
         for rank in range(len(mailbox.fabric_ids)):
             if rank != mailbox.rank and rank not in mailbox.left:
                 try:
                     link = self._courier.reach(mailbox, rank)
                 except (PeerLostError, ResourceError):
                     continue  # its death is reported elsewhere
-                number = theirs if rank in mailbox.calls.offenders else 0
-                self._linkage.send(link, frame.about(number).encode() + payload)
+                header = Header(
+                    Kind.MISMATCH,
+                    flags=TAGGED if tagged else 0,
+                    context=mailbox.context,
+                    seq=called.seq,
+                    fingerprint=called.fingerprint,
+                    nbytes=len(payload),
+                    transfer=theirs if rank in mailbox.calls.offenders else 0,
+                )
+                self._linkage.send(link, header.encode() + payload)
 
     @staticmethod
     def _accusations(mailbox: Mailbox) -> bytes:

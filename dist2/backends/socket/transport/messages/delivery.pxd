@@ -9,14 +9,14 @@ from dist2.backends.socket.wire cimport Header
 
 
 cdef class Delivery:
-    cdef object _courier, _comparison, _borrower
+    cdef object _courier, _comparison
     cdef Outcomes _outcomes
 
     @cython.locals(receiving=Receiving)
     cpdef place(self, Mailbox mailbox, Arrived arrived)
     @cython.locals(header=Header)
     cpdef deliver(self, Mailbox mailbox, Arrived arrived, Receiving receiving)
-    cpdef accept(self, Mailbox mailbox, Receiving receiving, Link link, object number, object loan)
+    cdef _accept(self, Mailbox mailbox, Receiving receiving, Link link, object number)
     @cython.locals(account=Account)
     cpdef account_for(self, Mailbox mailbox, object peer, bint tagged, long long cost)
     @cython.locals(receiving=Receiving)
@@ -27,6 +27,3 @@ cdef class Delivery:
     cpdef begin_segment(self, Link link, Header header)
     @cython.locals(receiving=Receiving)
     cpdef end_segment(self, Link link, Header header)
-
-
-cpdef await_announced(Mailbox mailbox, Receiving receiving, Link link, object number)

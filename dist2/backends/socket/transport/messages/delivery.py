@@ -2,22 +2,19 @@
 """`Delivery`: matches arrived messages with receives. Under the fabric's lock; never blocks.
 
 Long messages were announced only: the receiver accepts when it has a buffer, and the payload goes straight
-into it; or it reads them where they lie.
+into it.
 """
 
 from __future__ import annotations
 
 from dist2.backends.socket.transport.links.link import Link
-from dist2.backends.socket.transport.messages.borrower import Borrower
 from dist2.backends.socket.transport.messages.comparison import Comparison
 from dist2.backends.socket.transport.messages.courier import Courier
 from dist2.backends.socket.transport.messages.credit import FRAME_COST, REPORTED_BYTES
-from dist2.backends.socket.transport.messages.loans import Borrowed
 from dist2.backends.socket.transport.messages.mailbox import Arrived, Mailbox, key_of
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.backends.socket.transport.messages.transfer import Receiving
-from dist2.backends.socket.transport.raw import address_of
-from dist2.backends.socket.wire import TAGGED, Header, Kind, Loan
+from dist2.backends.socket.wire import TAGGED, Header, Kind
 from dist2.errors import PeerLostError, WireError
 from dist2.runtime.built import check_built
 
@@ -31,16 +28,12 @@ class Delivery:
         courier: Sends the answers.
         outcomes: Completes received messages.
         comparison: Decides whether a message matches its receive.
-        borrower: Reads offered messages.
     """
 
-    def __init__(
-        self, courier: Courier, outcomes: Outcomes, comparison: Comparison, borrower: Borrower
-    ) -> None:
+    def __init__(self, courier: Courier, outcomes: Outcomes, comparison: Comparison) -> None:
         self._courier = courier
         self._outcomes = outcomes
         self._comparison = comparison
-        self._borrower = borrower
 
     # Whole messages
 
@@ -74,36 +67,19 @@ class Delivery:
             self._outcomes.finish(arrived.local, None)
             self._outcomes.message_received(receiving)
         else:
-            self._accept_announced(mailbox, arrived, receiving)
+            assert arrived.link is not None  # it was announced over one
+            self._accept(mailbox, receiving, arrived.link, header.transfer)
 
-    def _accept_announced(self, mailbox: Mailbox, arrived: Arrived, receiving: Receiving) -> None:
-        assert arrived.link is not None  # it was announced over one
-        self.accept(mailbox, receiving, arrived.link, arrived.header.transfer, arrived.loan)
-
-    def accept(
-        self, mailbox: Mailbox, receiving: Receiving, link: Link, number: int, loan: Loan | None
-    ) -> None:
-        """Accept a message that was announced over a link: read it from the sender's memory, or request it.
-
-        Args:
-            mailbox: The group's mailbox.
-            receiving: Its receive, with sender and length.
-            link: The link of its announcement.
-            number: The message's number.
-            loan: Where it lies, if that is known.
-        """
+    def _accept(self, mailbox: Mailbox, receiving: Receiving, link: Link, number: int) -> None:
+        """Have the payload of a message sent that was announced over a link under a number."""
         peer = receiving.source
         if link.fileno() < 0:
             gone = PeerLostError(f"{mailbox.names([peer])} is gone", ranks=[peer])
             self._outcomes.finish(receiving, gone)
             return
-        await_announced(mailbox, receiving, link, number)
-        rx = link.rx
-        if loan is not None and rx is not None and rx.pid:
-            assert receiving.data is not None  # it was posted
-            receiving.loan = Borrowed(rx, loan, address_of(receiving.data), receiving.nbytes)
-            self._borrower.queue.append((receiving, link))
-            return
+        receiving.missing = receiving.nbytes
+        link.incoming[number] = receiving
+        mailbox.accepted.add(receiving)
         self._courier.answer(mailbox, peer, Header(Kind.ACCEPT, context=mailbox.context, transfer=number))
 
     def account_for(self, mailbox: Mailbox, peer: int, tagged: bool, cost: int) -> None:
@@ -179,10 +155,3 @@ class Delivery:
             mailbox.accepted.discard(receiving)
             gave_up = f"{mailbox.names([peer])} gave up sending{mailbox.why([peer])}"
             self._outcomes.finish(receiving, PeerLostError(gave_up, ranks=[peer]))
-
-
-def await_announced(mailbox: Mailbox, receiving: Receiving, link: Link, number: int) -> None:
-    """Bind later frames of a message's number to a receive."""
-    receiving.missing = receiving.nbytes
-    link.incoming[number] = receiving
-    mailbox.accepted.add(receiving)

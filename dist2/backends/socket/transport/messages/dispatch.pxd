@@ -22,5 +22,5 @@ cdef class Dispatch:
     @cython.locals(arrived=Arrived)
     cpdef post_recv(self, Mailbox mailbox, Receiving receiving)
     cdef object _refusal(self, Mailbox mailbox, object peer)
-    @cython.locals(link=Link, account=Account, eager="bint", sent="bint")
+    @cython.locals(link=Link, account=Account, sent="bint")
     cdef _send(self, Mailbox mailbox, Sending sending)

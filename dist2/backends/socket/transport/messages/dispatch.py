@@ -2,7 +2,7 @@
 """`Dispatch`: posts and sends messages. Under the fabric's lock; never blocks.
 
 Short messages travel at once (`EAGER`), within a credit that bounds the memory of the receiver.
-Long ones are announced, or offered.
+Long ones are announced.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from dist2.backends.socket.transport.messages.credit import (
 from dist2.backends.socket.transport.messages.delivery import Delivery
 from dist2.backends.socket.transport.messages.departures import aborted_error, left_error
 from dist2.backends.socket.transport.messages.explaining import overdue
-from dist2.backends.socket.transport.messages.loans import Lent
 from dist2.backends.socket.transport.messages.mailbox import Arrived, Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.backends.socket.transport.messages.transfer import Message, Receiving, Sending
-from dist2.backends.socket.wire import EAGER_BYTES, LOAN_BYTES, PROMPT_BYTES, TAGGED, Header, Kind
+from dist2.backends.socket.wire import EAGER_BYTES, PROMPT_BYTES, TAGGED, Header, Kind
 from dist2.errors import Dist2Error, PeerLostError, ResourceError
 from dist2.runtime.built import check_built
 
@@ -128,12 +127,9 @@ class Dispatch:
             self._comparison.introduce(mailbox, link, sending.peer, sending.fingerprint, seq, sending.number)
         account = mailbox.accounts[sending.tagged][sending.peer]
         if not sending.unasked:
-            sending.unasked = link.tx is None and link.is_clear() and _may_be_prompt(account, sending)
+            sending.unasked = link.is_clear() and _may_be_prompt(account, sending)
         account.used += cost_of(sending)
-        eager = sending.unasked
-        if not eager and self._offer(mailbox, link, sending):
-            return
-        if not eager:
+        if not sending.unasked:
             mailbox.sending[sending.number] = sending
             link.put(sending.header(Kind.ANNOUNCE, 0, sending.number).encode())
         else:
@@ -166,22 +162,6 @@ class Dispatch:
                     error = overdue(mailbox, missing, False, self._linkage.shortage())
                     mailbox.note_reason(error)
                     self.cancel(mailbox, message, error)
-
-    def _offer(self, mailbox: Mailbox, link: Link, sending: Sending) -> bool:
-        """Announce a long message that the receiver may read where it lies; False if it may not."""
-        data = sending.data
-        assert data is not None  # it is pending
-        if link.tx is None or data.readonly:  # a process that cannot even write it has no address of it
-            return False
-        lent = Lent.enter(link.tx, sending.number)
-        if lent is None:
-            return False
-        sending.lend(lent)
-        mailbox.sending[sending.number] = sending
-        header = sending.header(Kind.OFFER, LOAN_BYTES, 0).encode()
-        link.put(header + lent.loan(sending.number, data).encode())
-        self._linkage.flush(link)
-        return True
 
     def _unreached(self, mailbox: Mailbox, peer: int, why: object) -> PeerLostError:
         """Return the error of a message to a member that cannot be reached."""
@@ -226,14 +206,6 @@ class Dispatch:
         account = mailbox.accounts[bool(header.flags & TAGGED)][peer]
         account.used = max(0, account.used - header.total)
         self._send_waiting(mailbox, account)
-
-    def on_taken(
-        self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
-    ) -> None:
-        sending = mailbox.sending.get(header.transfer)
-        if sending is None or sending.peer != peer or sending.loan is None or sending.accepted:
-            return
-        self._outcomes.message_sent(sending)
 
 
 def _lacking(receiver: str, shortage: ResourceError, tagged: bool) -> ResourceError:

@@ -87,7 +87,7 @@ class FabricEndpoint:
     @property
     def ways(self) -> ShortWays:
         """The direct paths of messages, made for a plan of them."""
-        return ShortWays(self._fabric, self._mailbox, self._spins, self._lone_spins, self._wait_for)
+        return ShortWays(self._fabric, self._mailbox, self._spins, self._lone_spins)
 
     @property
     def ballot(self) -> Ballot:
@@ -154,8 +154,6 @@ class FabricEndpoint:
     def _recv(self, receiving: Receiving) -> Receiving:
         with self._lock:
             self._dispatch.post_recv(self._mailbox, receiving)
-        if receiving.loan is not None:  # an offered message can be read, by any poller
-            self._poller.wake()
         if receiving.source == self.rank:  # it may have ended a send that another thread waits for
             self._poller.tell_finished()
             self._poller.wake()
@@ -208,9 +206,6 @@ class FabricEndpoint:
         if failed is not None:
             self.cancel(transfers)
             raise self._inquiry.explain(failed)
-
-    def _wait_for(self, receiving: Receiving, deadline_ns: int) -> None:
-        self.wait([receiving], deadline_ns)
 
     def _run_until(self, done: Callable[[], bool], deadline_ns: int) -> bool:
         """Make progress until ``done()``, telling the other members when that takes long."""

@@ -20,7 +20,7 @@ from dist2.backends.socket.transport.messages.origins import Origins
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.backends.socket.transport.messages.probes import Probes
 from dist2.backends.socket.transport.messages.transfer import Sending
-from dist2.backends.socket.wire import ABORTED, UNSEEN, Header, Kind, Loan
+from dist2.backends.socket.wire import ABORTED, UNSEEN, Header, Kind
 from dist2.errors import AuthenticationError, WireError
 from dist2.runtime.built import check_built
 
@@ -166,14 +166,11 @@ class Intake:
             self._handlers[header.kind](link, mailbox, peer, header, payload)
 
 
-_MESSAGES = (Kind.EAGER, Kind.ANNOUNCE, Kind.OFFER)
+_MESSAGES = (Kind.EAGER, Kind.ANNOUNCE)
 
 
 def _arrived(link: Link, peer: int, header: Header, payload: bytearray | None) -> Arrived:
     """Return the message that a frame contains, or announces."""
-    if header.kind is Kind.OFFER:
-        loan = Loan.decode(payload or b"")
-        return Arrived(header.about(loan.number), peer, link=link, loan=loan)
     return Arrived(header, peer, payload if header.kind is Kind.EAGER else None, link=link)
 
 
@@ -191,7 +188,6 @@ def handlers(
     return {
         Kind.ACCEPT: dispatch.on_accept,
         Kind.CREDIT: dispatch.on_credit,
-        Kind.TAKEN: dispatch.on_taken,
         Kind.CANCEL: delivery.on_cancel,
         Kind.LEAVE: departures.on_leave,
         Kind.MISMATCH: comparison.on_mismatch,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 
 from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST, PROMPT_CREDIT_BYTES
-from dist2.backends.socket.wire import EAGER_BYTES, LOAN_BYTES, RING_MESSAGE_BYTES, TAGGED, Header, Kind
+from dist2.backends.socket.wire import EAGER_BYTES, TAGGED, Header, Kind
 
 
 @attrs.frozen
@@ -24,24 +24,19 @@ class Lot:
     fingerprint: int
     nbytes: int
 
-    @property
-    def is_long(self) -> bool:
-        """Whether they are lent."""
-        return self.nbytes > RING_MESSAGE_BYTES
-
     def header(self, context: int) -> bytes:
-        """Return the header of the frames that they, or their announcements, are in."""
-        kind, payload = (Kind.OFFER, LOAN_BYTES) if self.is_long else (Kind.EAGER, self.nbytes)
+        """Return the header of their frames."""
+        nbytes = self.nbytes
         return Header(
-            kind, TAGGED, context, 0, self.tag, self.fingerprint, payload, total=self.nbytes
+            Kind.EAGER, TAGGED, context, 0, self.tag, self.fingerprint, nbytes, total=nbytes
         ).encode()
 
     @property
     def cost(self) -> int:
         """The credit that one message takes."""
-        return FRAME_COST if self.is_long else FRAME_COST + self.nbytes
+        return FRAME_COST + self.nbytes
 
     @property
     def credit(self) -> int:
         """How much of it they may take in all: the last part is for short ones alone."""
-        return CREDIT_BYTES if self.is_long or self.nbytes <= EAGER_BYTES else PROMPT_CREDIT_BYTES
+        return CREDIT_BYTES if self.nbytes <= EAGER_BYTES else PROMPT_CREDIT_BYTES

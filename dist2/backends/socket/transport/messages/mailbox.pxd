@@ -9,7 +9,7 @@ cpdef tuple key_of(Header header, long peer)
 cdef class Arrived:
     cdef readonly Header header
     cdef readonly long peer
-    cdef readonly object order, link, loan
+    cdef readonly object order, link
     cdef public object payload
     cdef public Sending local
     cdef readonly tuple key

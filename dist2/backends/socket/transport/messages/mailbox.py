@@ -15,7 +15,7 @@ from dist2.backends.socket.transport.messages.calls import Calls, Describe
 from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST, Account, Accounts
 from dist2.backends.socket.transport.messages.made import Origin
 from dist2.backends.socket.transport.messages.transfer import Receiving, Sending
-from dist2.backends.socket.wire import TAGGED, Header, Loan
+from dist2.backends.socket.wire import TAGGED, Header
 from dist2.errors import Dist2Error, GroupAbortedError, GroupRevokedError, MismatchError, WireError
 from dist2.runtime.built import check_built
 from dist2.runtime.rank_names import RANKS, RankNames
@@ -48,7 +48,6 @@ class Arrived:
         payload: The payload of an eager message.
         local: The send, where the sender is this very rank.
         link: The link it came over.
-        loan: Where an offered one lies.
         order: Counts arrivals: a receive from any takes the first.
         key: Its key.
     """
@@ -60,14 +59,12 @@ class Arrived:
         payload: bytearray | None = None,
         local: Sending | None = None,
         link: Link | None = None,
-        loan: Loan | None = None,
     ) -> None:
         self.header = header
         self.peer = peer
         self.payload = payload
         self.local = local
         self.link = link
-        self.loan = loan
         self.order = _next_arrival()
         self.key = key_of(header, peer)
 

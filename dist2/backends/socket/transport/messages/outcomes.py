@@ -37,7 +37,6 @@ class Outcomes:
     def finish(self, message: Message, error: BaseException | None) -> None:
         """End a message, if it has not ended."""
         if not message.done:
-            message.let_go()
             message.error = error
             message.data = None
             message.done = True
@@ -91,7 +90,6 @@ class Outcomes:
 
     def _release(self, mailbox: Mailbox, message: Message) -> None:
         """Take a message's memory away from the links."""
-        message.let_go()  # before the other side learns of it
         if isinstance(message, Sending):
             out = self._linkage.outgoing.get(mailbox.fabric_ids[message.peer])
             if out is not None and not message.is_copied:

@@ -7,11 +7,10 @@ cdef class Message:
     cdef public long long number, seq, tag, nbytes, source, peer, deadline_ns
     cdef public unsigned long long context, fingerprint
     cdef public bint tagged, done
-    cdef public object data, error, loan
+    cdef public object data, error
     cdef object _callbacks
     cdef object __weakref__
 
-    cpdef let_go(self)
     cpdef tell(self)
 
 

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable
 
 from dist2.backends.socket.transport.base import Transfer
-from dist2.backends.socket.transport.messages.loans import Borrowed, Lent
 from dist2.backends.socket.wire import EAGER_BYTES, TAGGED, Header, Kind
 from dist2.runtime.built import check_built
 from dist2.runtime.deadline import FOREVER_NS
@@ -31,7 +30,6 @@ class Message:
         tag: Tag, or step of the collective's schedule.
         fingerprint: The operation's fingerprint.
         data: The memory; None once done.
-        loan: Its memory, or the sender's, is lent to the other side.
         deadline_ns: Its deadline if no thread waits for it: a waiter has its own.
     """
 
@@ -60,12 +58,6 @@ class Message:
         self.source = peer
         self.deadline_ns = FOREVER_NS
         self._callbacks: deque[Callable[[Transfer], None]] | None = None  # made when there is one
-        self.loan: Lent | Borrowed | None = None
-
-    def let_go(self) -> None:
-        """Ensure that no other process, and no running copy, uses the memory any more."""
-        if self.loan is not None:
-            self.loan.end()
 
     def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
         if self._callbacks is None:
@@ -119,11 +111,6 @@ class Sending(Message):
     def is_copied(self) -> bool:
         """Whether a link that has it to write has a copy."""
         return self.unasked and self.nbytes <= EAGER_BYTES
-
-    def lend(self, lent: Lent) -> None:
-        """Have the receiver read it where it lies, or ask for it."""
-        self.loan = lent
-        self.unasked = False
 
 
 class Receiving(Message):

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import attrs
 
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.messages.express import Express
 from dist2.backends.socket.transport.messages.express_any import ExpressAny
-from dist2.backends.socket.transport.messages.express_long import ExpressOffer, ExpressTake
 from dist2.backends.socket.transport.messages.lot import Lot
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
-from dist2.backends.socket.transport.messages.transfer import Receiving
 from dist2.backends.socket.wire import RING_MESSAGE_BYTES
 
 
@@ -24,26 +20,17 @@ class ShortWays:
         mailbox: The group's mailbox.
         spins: How often to look for a message in shared memory before yielding the core.
         lone_spins: The same if ``spins`` is 0 and no other process needs the core.
-        wait: Waits for a receive that takes the long path after all, until a deadline.
     """
 
-    def __init__(
-        self,
-        fabric: Fabric,
-        mailbox: Mailbox,
-        spins: int,
-        lone_spins: int,
-        wait: Callable[[Receiving, int], None],
-    ) -> None:
+    def __init__(self, fabric: Fabric, mailbox: Mailbox, spins: int, lone_spins: int) -> None:
         self._fabric = fabric
         self._mailbox = mailbox
         self._spins = spins
         self._lone_spins = lone_spins
-        self._wait = wait
 
     def has_express(self, lot: Lot) -> bool:
         """Whether messages with a member may take the short path through shared memory."""
-        return lot.peer in self._mailbox.beside
+        return lot.peer in self._mailbox.beside and lot.nbytes <= RING_MESSAGE_BYTES
 
     def has_express_any(self, nbytes: int) -> bool:
         """Whether messages of a length may take the short path from any member."""
@@ -61,11 +48,3 @@ class ShortWays:
     def express(self, lot: Lot) -> Express:
         """Return the short path, out and in, for messages with a member that has one."""
         return Express(self._fabric, self._mailbox, lot, self._spins, self._lone_spins)
-
-    def express_offer(self, lot: Lot) -> ExpressOffer:
-        """Return what goes on with long messages to a member that the short path has offered."""
-        return ExpressOffer(self._fabric, self._mailbox, lot)
-
-    def express_take(self, lot: Lot) -> ExpressTake:
-        """Return what goes on with long messages from a member that the short path has begun to read."""
-        return ExpressTake(self._fabric, self._mailbox, lot, self._wait)

@@ -1,1 +1,0 @@
-# Compiled, without types of C.
