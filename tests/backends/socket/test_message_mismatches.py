@@ -151,3 +151,34 @@ def test_a_receive_with_another_tag_sees_the_message_that_came() -> None:
     assert "rank 0: send(float32[1000000], peer=1, tag=5)" in received
     assert "for which this rank has posted no recv" in received
     assert "rank 1: no operation that this rank knows of" in sent
+
+
+@pytest.mark.parametrize("asks_first", [True, False])
+@pytest.mark.parametrize("tenant", TENANTS, ids=str)
+def test_a_rank_that_waits_for_a_message_is_told_that_collectives_differ(
+    tenant: Tenant, asks_first: bool
+) -> None:
+    """It has passed that collective; the rank whose message it waits for has not, and sends nothing."""
+    has_passed, has_failed = threading.Event(), threading.Event()
+    all_have_ended = threading.Barrier(RANKS)
+
+    def body(pg: ProcessGroup) -> MismatchError:
+        pg.barrier()  # the members of a host meet in the first collective
+        with pytest.raises(MismatchError) as raised:
+            if pg.rank() == 2:
+                assert has_passed.wait(20)
+                pg.all_reduce(torch.ones(3, dtype=torch.int16))
+            pg.broadcast(torch.ones(6), 0)
+            if pg.rank() == 1:
+                has_passed.set()
+                if not asks_first:
+                    assert has_failed.wait(20)
+                pg.recv(torch.ones(1), 0)
+            assert has_passed.wait(20)
+            pg.barrier()
+        has_failed.set()
+        all_have_ended.wait(20)  # a rank that leaves would be noticed
+        return raised.value
+
+    for error in run_ranks(RANKS, body, tenant):
+        assert [error.calls[rank].op for rank in (0, 2)] == ["broadcast", "all_reduce"]

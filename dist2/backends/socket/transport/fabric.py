@@ -119,12 +119,12 @@ class Fabric:
     def _put_together(self, spins: int) -> None:
         """Make the parts that carry messages, in the order of their dependencies."""
         linkage, presence, mailboxes = self.linkage, self._presence, self._mailboxes
-        connector, absent = self._connector, AbsentGroups()
+        connector, absent, attend = self._connector, AbsentGroups(), self._link_watch.start
         courier = self.courier = Courier(linkage, connector, presence)
         outcomes = self.outcomes = Outcomes(linkage, mailboxes)
         assembly = self.assembly = Assembly(courier, outcomes, presence.dead)
         departures = Departures(linkage, presence, outcomes, assembly, mailboxes, self.card.fabric_id)
-        comparison = self.comparison = Comparison(linkage, courier, outcomes)
+        comparison = self.comparison = Comparison(linkage, courier, outcomes, attend)
         origins = self.origins = Origins(linkage, courier, outcomes, departures, mailboxes, absent)
         probes = self.probes = Probes(linkage, courier, presence, comparison, departures, origins)
         delivery = self.delivery = Delivery(courier, outcomes, comparison)
@@ -134,7 +134,6 @@ class Fabric:
         intake = Intake(
             linkage, presence, outcomes, departures, delivery, mailboxes, absent, others, origins, given_up
         )
-        attend = self._link_watch.start
         groups = Groups(linkage, presence, courier, outcomes, departures, intake, mailboxes, absent, attend)
         self.departures, self.dispatch, self.groups = departures, dispatch, groups
         linkage.report_to(intake)

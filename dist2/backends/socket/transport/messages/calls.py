@@ -8,6 +8,7 @@ import attrs
 
 from dist2.backends.socket.transport.messages.by_rank import ByRank
 from dist2.backends.socket.wire import TAGGED, Header
+from dist2.errors import MismatchError
 from dist2.operation.description import Call
 from dist2.runtime.rank_names import RANKS, RankNames
 
@@ -23,7 +24,7 @@ class Called:
 
     Attributes:
         seq: Number of the operation.
-        fingerprint: Its fingerprint.
+        fingerprint: Its fingerprint; 0 where that is not known.
         text: The call, in words.
         call: The call, in parts.
     """
@@ -111,6 +112,13 @@ class Calls:
         if len(begun) >= 2 * REMEMBERED:  # many at once, which costs less than one each time
             for old in list(begun)[:-REMEMBERED]:
                 del begun[old]
+
+    def take(self, error: MismatchError) -> None:
+        """Take in which calls differ from an error that tells the calls of all members."""
+        said = {rank: Called(call.seq, 0, call.text, call) for rank, call in error.calls.items()}
+        self.mine = said.pop(self.rank, NOTHING_YET)
+        self.described.update(said)
+        self.offenders.update(error.actual)
 
     def let_go(self) -> None:
         """After the group was closed: break the reference cycle with the owner."""

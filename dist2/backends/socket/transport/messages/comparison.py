@@ -7,6 +7,7 @@ bring them. A rank that finds a difference notifies all members.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import attrs
 
@@ -19,7 +20,7 @@ from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
 from dist2.backends.socket.transport.messages.transfer import Receiving
 from dist2.backends.socket.wire import TAGGED, TEXT_BYTES, Header, Kind
-from dist2.errors import PeerLostError, ResourceError
+from dist2.errors import MismatchError, PeerLostError, ResourceError
 from dist2.operation.description import MAX_BYTES, Call
 
 PUT_OFF_NS = 100_000_000
@@ -36,12 +37,16 @@ class Comparison:
         linkage: The links to them.
         courier: Finds the links to them.
         outcomes: Fails the messages of groups whose members differ.
+        attend: Sees to it that links are accepted while no thread waits.
     """
 
-    def __init__(self, linkage: Linkage, courier: Courier, outcomes: Outcomes) -> None:
+    def __init__(
+        self, linkage: Linkage, courier: Courier, outcomes: Outcomes, attend: Callable[[], None]
+    ) -> None:
         self._linkage = linkage
         self._courier = courier
         self._outcomes = outcomes
+        self._attend = attend
 
     # On arrival
 
@@ -122,23 +127,46 @@ class Comparison:
         self._outcomes.fail(mailbox, mailbox.fault)
 
     def _tell_mismatch(self, mailbox: Mailbox, called: Called, tagged: bool, theirs: int) -> None:
-        payload = called.call.encode() + self._accusations(mailbox)
         for rank in range(len(mailbox.fabric_ids)):
             if rank != mailbox.rank and rank not in mailbox.left:
-                try:
-                    link = self._courier.reach(mailbox, rank)
-                except (PeerLostError, ResourceError):
-                    continue  # its death is reported elsewhere
-                header = Header(
-                    Kind.MISMATCH,
-                    flags=TAGGED if tagged else 0,
-                    context=mailbox.context,
-                    seq=called.seq,
-                    fingerprint=called.fingerprint,
-                    nbytes=len(payload),
-                    transfer=theirs if rank in mailbox.calls.offenders else 0,
-                )
-                self._linkage.send(link, header.encode() + payload)
+                number = theirs if rank in mailbox.calls.offenders else 0
+                self._tell(mailbox, rank, called, TAGGED if tagged else 0, number)
+
+    def _tell(self, mailbox: Mailbox, rank: int, called: Called, flags: int = 0, theirs: int = 0) -> None:
+        try:
+            link = self._courier.reach(mailbox, rank)
+        except (PeerLostError, ResourceError):
+            return  # its death is reported elsewhere
+        payload = called.call.encode() + self._accusations(mailbox)
+        header = Header(
+            Kind.MISMATCH,
+            flags,
+            mailbox.context,
+            seq=called.seq,
+            fingerprint=called.fingerprint,
+            nbytes=len(payload),
+            transfer=theirs,
+        )
+        self._linkage.send(link, header.encode() + payload)
+
+    # Mismatches that shared memory has shown
+
+    def found(self, mailbox: Mailbox, error: MismatchError) -> None:
+        """Fail the group because calls of a collective differ, without a message.
+
+        Members that come to the collective's fences find it as well; one that waits for a message asks, and
+        is told by `repeat`.
+        """
+        if mailbox.fault is None:
+            mailbox.calls.take(error)
+            self._outcomes.fail(mailbox, error)
+            self._attend()
+
+    def repeat(self, mailbox: Mailbox, rank: int) -> None:
+        """Tell a member that waits that calls of a collective differ, if the group failed here for that."""
+        called = mailbox.calls.mine
+        if called.call.op not in ("", "send", "recv"):  # of messages that differ all members were told
+            self._tell(mailbox, rank, called)
 
     @staticmethod
     def _accusations(mailbox: Mailbox) -> bytes:

@@ -18,7 +18,13 @@ from dist2.backends.socket.transport.messages.inquiry import Inquiry
 from dist2.backends.socket.transport.messages.mailbox import Mailbox, OnRevoked
 from dist2.backends.socket.transport.messages.transfer import Message, Receiving, Sending
 from dist2.backends.socket.transport.messages.ways import ShortWays
-from dist2.errors import Dist2Error, GroupAbortedError, OperationTimeoutError, PeerLostError
+from dist2.errors import (
+    Dist2Error,
+    GroupAbortedError,
+    MismatchError,
+    OperationTimeoutError,
+    PeerLostError,
+)
 from dist2.runtime.built import check_built
 from dist2.runtime.rank_names import RANKS, RankNames
 
@@ -362,9 +368,14 @@ class FabricEndpoint:
 
     def broken_by(self, error: BaseException) -> None:
         """Keep the error that broke the group on this rank, for members that wait for it."""
-        self._mailbox.reason = b""  # the earlier reason does not name the operation
-        self._mailbox.note_reason(error)
-        GivenUp.note(self._mailbox, error)
+        mailbox = self._mailbox
+        mailbox.reason = b""  # the earlier reason does not name the operation
+        mailbox.note_reason(error)
+        GivenUp.note(mailbox, error)
+        if isinstance(error, MismatchError):
+            with self._lock:
+                self._fabric.comparison.found(mailbox, error)
+            self._poller.tell_finished()
 
     def look(self) -> None:
         """Process arrived reports of members without waiting, also if the group is broken."""

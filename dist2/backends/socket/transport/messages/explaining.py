@@ -33,7 +33,7 @@ def differing(calls: Calls) -> dict[int, Called]:
     return {
         rank: called
         for rank, called in calls.described.items()
-        if (called.seq, called.fingerprint) != mine or rank in calls.offenders
+        if rank in calls.offenders or (called.fingerprint and (called.seq, called.fingerprint) != mine)
     }
 
 

@@ -149,6 +149,8 @@ class Probes:
         self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
     ) -> None:
         if mailbox.fault is not None:
+            if not header.flags & ANSWER:
+                self._comparison.repeat(mailbox, peer)
             return
         seen, _, text = bytes(payload or b"").partition(b"\n")
         mailbox.calls.note_seen(peer, header.seq, _numbers(seen))
