@@ -32,6 +32,7 @@ KEPT_S = 10.0
 """How long a look is told."""
 MOST = 2
 """Workers that are told."""
+MOST_UNREAD = 8
 _WAITS = (
     *(f"{Path(str(module.__file__)).parent}/" for module in (multiprocessing, concurrent.futures)),
     f"{Path(torch.__file__).parent}/utils/data/",
@@ -68,14 +69,19 @@ def told_workers(thread_id: int) -> str:
     """Say where the workers stand that a thread waits for; empty if it waits for none."""
     if not _waits(thread_id):
         return ""
-    found: list[str] = []
+    found, unread = list[str](), list[int]()
     deadline = time.monotonic() + LOOK_S
-    for pid in children():
+    for pid in worker_processes():
         words = _told(pid)
-        if words:
+        if words is None:
+            unread.append(pid)
+        elif words:
             found.append(f"its worker process {pid} {words}")
         if len(found) == MOST or time.monotonic() > deadline:
             break
+    if unread and not found:
+        numbers = ", ".join(map(str, unread[:MOST_UNREAD]))
+        found.append(f"it waits for a worker process ({numbers}), whose line needs py-spy")
     return "; ".join(found)
 
 
@@ -89,21 +95,39 @@ def _waits(thread_id: int) -> bool:
     return False
 
 
-def children() -> Iterator[int]:
-    """Yield the ids of the child processes of this process."""
-    for path in Path("/proc/self/task").glob("*/children"):
+def worker_processes() -> Iterator[int]:
+    """Yield the processes that this one has started: its children, or those of its fork server."""
+    for pid in _children_of("self"):
+        command = _command(pid)
+        if b"multiprocessing.forkserver" in command:
+            yield from _children_of(pid)
+        elif b"multiprocessing.resource_tracker" not in command:
+            yield pid
+
+
+def _children_of(process: int | str) -> Iterator[int]:
+    for path in Path(f"/proc/{process}/task").glob("*/children"):
         try:
             yield from map(int, path.read_text().split())
         except OSError:  # the thread has ended
             continue
 
 
-def _told(pid: int) -> str:
-    """Return what holds up a worker; empty if nothing is known, or if it waits for work."""
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return b""
+
+
+def _told(pid: int) -> str | None:
+    """Return what holds up a worker; empty if it waits for work, None if it cannot be read."""
     kernel = kernel_view(pid)
     if kernel.state in ("T", "t", "D"):
         return f"({kernel.words})"
     view = view_of(pid)
+    if not view.threads:
+        return None
     frames: list[dict[str, Any]] = next((each["frames"] for each in view.threads if each["main"]), [])
     frame = of_the_program_in(list(_of_worker(frames)))
     return "" if frame is None else f"is at {_place(frame)} (by {view.source})"
