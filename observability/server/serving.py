@@ -31,6 +31,8 @@ START_S = 10.0
 STOP_S = 5.0
 REQUEST_S = 10.0
 """How long a TLS handshake may take, and a request from when its client connects or begins it."""
+ACCEPT_TURNS = 3
+"""Turns of the loop until a client that was accepted is a connection."""
 MAX_WAITING = 128
 """Clients whose request is not there yet; for one more, the one that has been silent longest is closed."""
 MAX_CLIENTS = 256
@@ -147,7 +149,17 @@ class _QuietServer(uvicorn.Server):
             log.exception("the tick of the control plane failed; it goes on")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close connections, those included whose request was cancelled because it took too long."""
+        """Close connections, those included whose request was cancelled because it took too long.
+
+        asyncio forgets a client that it has accepted if the server is closed before that is a connection:
+        nobody closes its socket then, and the client waits for its answer. So accept no more first.
+        """
+        loop = asyncio.get_running_loop()
+        for server in self.servers:
+            for listener in server.sockets:
+                loop.remove_reader(listener.fileno())
+        for _ in range(ACCEPT_TURNS):
+            await asyncio.sleep(0)
         await super().shutdown(sockets)
         for connection in list(self.server_state.connections):
             connection.transport.abort()

@@ -1,0 +1,59 @@
+"""The server of a control plane: clients that connect while it stops."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import threading
+from typing import Any
+
+import pytest
+
+from observability.server.serving import Serving
+
+SOON_S = 20.0
+REQUEST = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+async def answer(scope: Any, receive: Any, send: Any) -> None:
+    """Answer every request."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body", "body": b""})
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_client_that_is_accepted_as_the_server_stops_is_not_left_waiting(turns: int) -> None:
+    """It waited for its whole time limit, or for a garbage collection that closed its connection."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    serving = Serving(answer, listener)
+    loop = serving._server._loop
+    assert loop is not None
+    holds, connected = threading.Event(), threading.Event()
+
+    def stop_after(left: int) -> None:
+        if left == 0:
+            serving._server._stop.set()  # type: ignore[union-attr]  # it runs
+        else:
+            loop.call_soon(stop_after, left - 1)
+
+    def hold() -> None:
+        holds.set()
+        assert connected.wait(SOON_S)
+        stop_after(turns)
+
+    gc.disable()
+    try:
+        loop.call_soon_threadsafe(hold)
+        assert holds.wait(SOON_S)
+        with socket.create_connection(("127.0.0.1", port), SOON_S) as client:  # into the backlog
+            client.sendall(REQUEST)
+            connected.set()
+            try:
+                while client.recv(1 << 16):  # an answer, or none: then the end of the connection
+                    pass
+            except ConnectionResetError:
+                pass
+    finally:
+        gc.enable()
+        serving.stop()
