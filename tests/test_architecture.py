@@ -198,11 +198,7 @@ ARROWS = (
         "links carry messages, and know nothing of what becomes of them",
         (f"{SOCKET}.transport.links",),
         (f"{SOCKET}.transport",),
-        allowed=(
-            f"{SOCKET}.transport.links",
-            f"{SOCKET}.transport.messages.transfer",
-            f"{SOCKET}.transport.raw",
-        ),
+        allowed=(f"{SOCKET}.transport.links", f"{SOCKET}.transport.messages.transfer"),
     ),
     Arrow(
         "the parts of a fabric do not know who puts them together",

@@ -57,18 +57,6 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def writable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a CPU tensor that torch lets the library write to: itself, or another one on the same memory.
-
-    torch refuses to write in place to tensors that require a gradient, and outside of inference mode to
-    those made in it and to parts of them.
-    """
-    if tensor.is_inference():
-        alias, storage = torch.empty(0, dtype=tensor.dtype), tensor.untyped_storage()
-        return alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-    return tensor.detach() if tensor.requires_grad else tensor
-
-
 def is_async_tensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor is the result of a functional collective, an `AsyncCollectiveTensor`."""
     return hasattr(type(tensor), "trigger_wait")

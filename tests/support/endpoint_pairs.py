@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,15 +13,19 @@ import attrs
 from dist2.backends.socket.transport.messages.calls import Called
 from dist2.backends.socket.transport.messages.credit import Account
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
-from dist2.backends.socket.transport.messages.lot import Lot
 from dist2.backends.socket.transport.messages.transfer import Receiving
+from dist2.backends.socket.transport.messages.ways import Lot
 from dist2.backends.socket.transport.node import Node
-from dist2.backends.socket.transport.raw import address_of
 from dist2.runtime.deadline import deadline_in
 from support.threads import together
 
 PRINT = 11
 NBYTES = 24
+
+
+def address_of(memory: memoryview) -> int:
+    """Return where writable memory begins. Keep it alive."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 @attrs.frozen

@@ -10,15 +10,14 @@ from collections.abc import Callable, Iterator
 import attrs
 import pytest
 import torch
-from support.endpoint_pairs import NBYTES, PRINT, Side, each_in_turn, soon, text, two_sides
+from support.endpoint_pairs import NBYTES, PRINT, Side, address_of, each_in_turn, soon, text, two_sides
 from support.ranks import Tenant, run_ranks
 
 from dist2 import OperationTimeoutError, PeerLostError, ProcessGroup
 from dist2.backends.socket.transport import shared_memory
 from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.messages.express_any import ExpressAny
-from dist2.backends.socket.transport.messages.lot import Lot
-from dist2.backends.socket.transport.raw import address_of
+from dist2.backends.socket.transport.messages.ways import Lot
 from dist2.runtime.deadline import deadline_in
 
 pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory")

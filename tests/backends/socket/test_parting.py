@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from time import monotonic_ns
 
 import pytest
-from support.endpoint_pairs import NBYTES, PRINT, Side, soon, text, two_sides
+from support.endpoint_pairs import NBYTES, PRINT, Side, address_of, soon, text, two_sides
 
 from dist2.backends.socket.transport import shared_memory
 from dist2.backends.socket.transport.messages.express import Express
-from dist2.backends.socket.transport.messages.lot import Lot
-from dist2.backends.socket.transport.raw import address_of
+from dist2.backends.socket.transport.messages.ways import Lot
 
 ROUNDS = 120
 UNUSED = 8

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.endpoint_pairs import PRINT, Side, pattern, soon
+from support.endpoint_pairs import PRINT, Side, address_of, pattern, soon
 from support.ranks import Tenant, run_ranks
 from support.threads import together
 
 from dist2 import MismatchError, ProcessGroup
 from dist2.backends.socket.transport import shared_memory
 from dist2.backends.socket.transport.messages.credit import FRAME_COST, PROMPT_CREDIT_BYTES
-from dist2.backends.socket.transport.messages.lot import Lot
-from dist2.backends.socket.transport.raw import address_of
+from dist2.backends.socket.transport.messages.ways import Lot
 from dist2.backends.socket.wire import EAGER_BYTES, RING_MESSAGE_BYTES
 
 pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory")
