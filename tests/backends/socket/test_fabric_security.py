@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -211,7 +210,7 @@ def test_a_rank_that_calls_long_after_the_other_was_refused_learns_why(
         with pytest.raises(AuthenticationError):
             early.result()
     assert not tardy.linkage.links
-    assert not any(thread.name == "dist2-progress" for thread in threading.enumerate())
+    assert not tardy.poller.is_watched()
     with pytest.raises(AuthenticationError, match=words):
         exchange(pair.endpoints[late], 10)
 

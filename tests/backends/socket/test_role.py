@@ -43,7 +43,7 @@ def _wait(poller: Poller) -> None:
 def _in_the_background(poller: Poller) -> None:
     poller._called_ns = 0
     poller.wake()
-    poller._make_progress()
+    poller.make_progress()
 
 
 @pytest.mark.parametrize("turn", [_attend, _wait, _in_the_background])

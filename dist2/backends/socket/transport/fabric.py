@@ -6,13 +6,12 @@ One listening socket, at most a fixed few links to each other process, all group
 from __future__ import annotations
 
 import select
-import threading
 import time
 from collections.abc import Callable
 
 from dist2.backends.socket.transport.alarm import Alarm
+from dist2.backends.socket.transport.links.background import Background
 from dist2.backends.socket.transport.links.connector import Connector
-from dist2.backends.socket.transport.links.link_watch import LinkWatch
 from dist2.backends.socket.transport.links.linkage import Linkage
 from dist2.backends.socket.transport.links.presence import Presence
 from dist2.backends.socket.transport.links.reception import Reception
@@ -95,12 +94,18 @@ class Fabric:
     ) -> None:
         credentials = credentials or Credentials(job_id=job_id)
         self.lock = Lock()
-        self._link_watch = LinkWatch(self._look_after_links, attend_s)
+        self._background = Background(
+            self.lock,
+            lambda: self.poller.is_watched(),
+            lambda: self.poller.make_progress(),
+            self._look_after_links,
+            attend_s,
+        )
         self._mailboxes: dict[int, Mailbox] = {}
         with system_call("epoll_create1"):
             self._epoll = epoll = select.epoll()
         self._presence = Presence(epoll)
-        self.linkage = Linkage(epoll, self._presence, self._link_watch.start, heartbeat_s)
+        self.linkage = Linkage(epoll, self._presence, self._background.attend, heartbeat_s)
         self.linkage.rings.maker, self.linkage.congestion = rings, congestion
         self._alarm = Alarm(epoll)
         try:
@@ -119,7 +124,7 @@ class Fabric:
     def _put_together(self, spins: int) -> None:
         """Make the parts that carry messages, in the order of their dependencies."""
         linkage, presence, mailboxes = self.linkage, self._presence, self._mailboxes
-        connector, absent, attend = self._connector, AbsentGroups(), self._link_watch.start
+        connector, absent, attend = self._connector, AbsentGroups(), self._background.attend
         courier = self.courier = Courier(linkage, connector, presence)
         outcomes = self.outcomes = Outcomes(linkage, mailboxes)
         assembly = self.assembly = Assembly(courier, outcomes, presence.dead)
@@ -139,7 +144,9 @@ class Fabric:
         linkage.report_to(intake)
         lock, alarm, reception = self.lock, self._alarm, self._reception
         rounds = Rounds(lock, self._epoll, alarm, linkage, presence, reception, courier, departures)
-        self.poller = Poller(lock, alarm, rounds, linkage.rings, dispatch, outcomes, mailboxes, spins)
+        self.poller = Poller(
+            lock, alarm, rounds, linkage.rings, dispatch, outcomes, mailboxes, spins, self._background
+        )
 
     def _look_after_links(self) -> None:
         self.poller.attend()
@@ -189,10 +196,10 @@ class Fabric:
         with self.lock:
             if self.poller.closed:
                 return
-            background = self.poller.stop()
+            self.poller.closed = True
             self._reception.stop()
             self.groups.end(GroupAbortedError("the links of this process were closed"))
-        self._link_watch.stop()
+        self._background.stop()
         deadline = time.monotonic() + _FLUSH_S
         with self.poller.role:
             self._say_goodbye(deadline)
@@ -201,8 +208,6 @@ class Fabric:
                     link.discard_incoming()
                 self._close_descriptors()
         self.poller.tell_finished()
-        if background is not None and background is not threading.current_thread():
-            background.join(_FLUSH_S)
 
     def _say_goodbye(self, deadline: float) -> None:
         """Notify all peers that this process leaves, and send queued frames, until a monotonic second."""

@@ -55,6 +55,7 @@ class Poller:
         outcomes: Messages that have ended.
         mailboxes: The mailboxes of all groups.
         spins: How often a waiter looks before it blocks.
+        background: Makes progress on messages that no thread waits for.
 
     Attributes:
         spins: How often a waiter looks before it blocks.
@@ -73,6 +74,7 @@ class Poller:
         outcomes: Outcomes,
         mailboxes: Mapping[int, Mailbox],
         spins: int,
+        background: Background,
     ) -> None:
         self.spins = spins
         self.crowd = Crowd()
@@ -88,7 +90,7 @@ class Poller:
         self._changed = threading.Condition(lock)
         self._waiters = 0
         self._told = 0  # how often waiters were told that something has changed
-        self._background = Background(lock, self._is_watched, self._make_progress)
+        self._background = background
         self._background_polls = False
         self._looks = 0
         self._glanced_ns = 0
@@ -239,11 +241,11 @@ class Poller:
             if not self.closed:
                 self._background.start()
 
-    def _is_watched(self) -> bool:
+    def is_watched(self) -> bool:
         """Whether a message without a waiting thread has a callback."""
         return any(mailbox.watched() for mailbox in self._mailboxes.values())
 
-    def _make_progress(self) -> None:
+    def make_progress(self) -> None:
         """Poll until an event, or until another thread wants to wait: waiters poll themselves."""
         self.fail_overdue()
         if monotonic_ns() - self._called_ns > _CALLED_NS and not self._waiters:
@@ -263,8 +265,3 @@ class Poller:
         with self._lock:
             self._dispatch.fail_overdue(self._mailboxes.values())
         self.tell_finished()
-
-    def stop(self) -> threading.Thread | None:
-        """Stop polling; return the background thread, which ends soon. With the lock; join it without."""
-        self.closed = True
-        return self._background.stop()
