@@ -1,11 +1,10 @@
-"""An endpoint in memory: the contract of `Endpoint` and nothing else, for ranks that are threads."""
+"""An endpoint in memory, as plans with messages use one, for ranks that are threads."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from dist2.backends.socket.transport.base import Endpoint, Transfer
 from dist2.errors import OperationTimeoutError
 from dist2.runtime.deadline import remaining_s
 
@@ -23,9 +22,6 @@ class MemoryTransfer:
         self.error: BaseException | None = None
         self.nbytes = len(view)
         self.source = peer
-
-    def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
-        raise NotImplementedError
 
 
 class PostOffice:
@@ -53,7 +49,7 @@ class PostOffice:
         return transfer
 
 
-class MemoryEndpoint(Endpoint):
+class MemoryEndpoint:
     """One rank's side of the post office."""
 
     def __init__(self, office: PostOffice, rank: int, world_size: int) -> None:
@@ -62,23 +58,19 @@ class MemoryEndpoint(Endpoint):
         self.world_size = world_size
         self.cancelled: list[MemoryTransfer] = []
 
-    def send(self, peer: int, seq: int, step: int, fingerprint: int, data: memoryview) -> Transfer:
+    def send(self, peer: int, seq: int, step: int, fingerprint: int, data: memoryview) -> MemoryTransfer:
         assert fingerprint
         key = (self.rank, peer, seq, step)
         return self.office.post(self.office.sends, key, MemoryTransfer(peer, data))
 
-    def recv(self, peer: int, seq: int, step: int, fingerprint: int, buffer: memoryview) -> Transfer:
+    def recv(self, peer: int, seq: int, step: int, fingerprint: int, buffer: memoryview) -> MemoryTransfer:
         assert fingerprint
         key = (peer, self.rank, seq, step)
         return self.office.post(self.office.recvs, key, MemoryTransfer(peer, buffer))
 
-    def send_tagged(self, peer: int, tag: int, fingerprint: int, data: memoryview) -> Transfer:
-        raise NotImplementedError
-
-    def recv_tagged(self, peer: int, tag: int, fingerprint: int, buffer: memoryview) -> Transfer:
-        raise NotImplementedError
-
-    def wait(self, transfers: Sequence[Transfer], deadline_ns: int, beside: Sequence[Transfer] = ()) -> None:
+    def wait(
+        self, transfers: Sequence[MemoryTransfer], deadline_ns: int, beside: Sequence[MemoryTransfer] = ()
+    ) -> None:
         def done() -> bool:
             return all(transfer.done for transfer in transfers)
 
@@ -89,11 +81,5 @@ class MemoryEndpoint(Endpoint):
             self.cancel(transfers)
             raise OperationTimeoutError(f"ranks {missing} did not arrive", missing=missing)
 
-    def cancel(self, transfers: Sequence[Transfer]) -> None:
-        self.cancelled += [each for each in transfers if isinstance(each, MemoryTransfer) and not each.done]
-
-    def disagree(self, seq: int) -> None:
-        raise NotImplementedError
-
-    def close(self, error: BaseException | None = None) -> None:
-        pass
+    def cancel(self, transfers: Sequence[MemoryTransfer]) -> None:
+        self.cancelled += [each for each in transfers if not each.done]

@@ -18,7 +18,7 @@ import torch
 
 from dist2.backends.base import Helped, StreamOrdered
 from dist2.backends.nccl.device import Device, Event, Stream
-from dist2.backends.socket.transport.base import Transfer
+from dist2.backends.socket.transport.messages.transfer import Transfer
 from dist2.errors import Dist2Error
 from dist2.operation.record import Operation
 

@@ -27,7 +27,7 @@ from dist2.backends.socket.controlled import CONTROL_OPTIONS, Controlled, shut_d
 from dist2.backends.socket.create import create as create_socket
 from dist2.backends.socket.outside import Outside
 from dist2.backends.socket.sizes import check_sizes, sizes_of
-from dist2.backends.socket.transport.base import Transfer
+from dist2.backends.socket.transport.messages.transfer import Transfer
 from dist2.backends.socket.watched_messages import Progress, WatchedMessage
 from dist2.errors import BackendError, InvalidUsageError, OperationTimeoutError, PeerLostError
 from dist2.operation.kinds import OpKind

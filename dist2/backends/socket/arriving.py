@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from dist2.backends.socket.transport.base import Transfer
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
+from dist2.backends.socket.transport.messages.transfer import Transfer
 from dist2.operation.execution import Helped
 from dist2.operation.record import Operation
 

@@ -11,9 +11,9 @@ import torch
 from dist2.backends.socket.arriving import Arriving, note_arrival
 from dist2.backends.socket.memory import bytes_at, bytes_of
 from dist2.backends.socket.staging import is_plain, plain
-from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.messages.express import Carrier
+from dist2.backends.socket.transport.messages.transfer import ANY_SOURCE, Transfer
 from dist2.backends.socket.transport.messages.ways import Lot
 from dist2.operation.execution import Execute, Helped, Outcome, Tensors
 from dist2.operation.kinds import OpKind

@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 from time import monotonic_ns
 
 from dist2.backends.socket.messenger import Messenger
-from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
-from dist2.backends.socket.transport.messages.transfer import Sending
+from dist2.backends.socket.transport.messages.transfer import ANY_SOURCE, Sending, Transfer
 from dist2.errors import Dist2Error, OperationTimeoutError, PeerLostError
 from dist2.operation.kinds import OpKind
 from dist2.operation.record import Operation

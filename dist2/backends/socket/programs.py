@@ -24,9 +24,9 @@ from dist2.backends.socket.reduction import prepare
 from dist2.backends.socket.solo import run_alone
 from dist2.backends.socket.staging import Program, staged
 from dist2.backends.socket.traffic import MessageHost, MessagePlan, MessageProgram
-from dist2.backends.socket.transport.base import Endpoint
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
+from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.tuning import DEFAULT_THRESHOLDS, Thresholds
 from dist2.operation.engine import Script
 from dist2.operation.record import Operation
@@ -61,7 +61,7 @@ class Programs:
         world_size: int,
         options: SocketOptions,
         board: Board | None,
-        endpoint: Endpoint,
+        endpoint: FabricEndpoint,
         thresholds: Thresholds = DEFAULT_THRESHOLDS,
         layout: tuple[int, ...] = (),
         recipes: Recipes | None = None,

@@ -19,9 +19,10 @@ import torch
 
 from dist2.backends.socket.host import NEXT, FoldByTorch
 from dist2.backends.socket.memory import bytes_at, room_of
-from dist2.backends.socket.transport.base import Endpoint, Transfer
 from dist2.backends.socket.transport.boards.arrivals import lone_arrivals
 from dist2.backends.socket.transport.boards.board import Board
+from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
+from dist2.backends.socket.transport.messages.transfer import Transfer
 from dist2.errors import MismatchError
 from dist2.operation.engine import Plan, Script
 from dist2.operation.parts import PartsClock, parts_log
@@ -123,7 +124,7 @@ class MessageHost:
 
     traffic: Traffic
 
-    def __init__(self, endpoint: Endpoint, board: Board | None = None) -> None:
+    def __init__(self, endpoint: FabricEndpoint, board: Board | None = None) -> None:
         self.endpoint = endpoint
         self._board = board
         self._scratch = room_of(0)
@@ -200,8 +201,8 @@ class MessageProgram:
             outputs: Likewise; they may be the inputs.
 
         Raises:
-            OperationTimeoutError, PeerLostError, MismatchError, GroupAbortedError: See `Endpoint.wait` and
-                `Board.fence`. The tensors are free when it raises; outputs hold anything.
+            OperationTimeoutError, PeerLostError, MismatchError, GroupAbortedError: See `FabricEndpoint.wait`
+                and `Board.fence`. The tensors are free when it raises; outputs hold anything.
         """
         host = self._host
         traffic = host.traffic = Traffic(host.endpoint, operation)
@@ -222,7 +223,7 @@ class Traffic:
         operation: Gives sequence number, fingerprint and deadline.
     """
 
-    def __init__(self, endpoint: Endpoint, operation: Operation) -> None:
+    def __init__(self, endpoint: FabricEndpoint, operation: Operation) -> None:
         self._endpoint = endpoint
         self._operation = operation
         self._fingerprint = operation.signature.fingerprint

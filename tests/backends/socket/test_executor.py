@@ -21,7 +21,7 @@ from dist2.backends.socket.lowering import message_plan
 from dist2.backends.socket.reduction import Folding, is_exact, prepare
 from dist2.backends.socket.selection import Algorithm
 from dist2.backends.socket.traffic import MessageHost, MessageProgram
-from dist2.backends.socket.transport.base import Endpoint
+from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.errors import OperationTimeoutError
 from dist2.operation.kinds import AVG, MAX, SUM, OpKind, ReduceKind, Reduction
 from dist2.operation.record import Operation
@@ -106,7 +106,7 @@ def run(algorithm: Algorithm, job: Job, schedules: Sequence[Schedule] | None = N
 
 
 def program_of(
-    endpoint: Endpoint,
+    endpoint: FabricEndpoint,
     schedule: Schedule,
     dtype: torch.dtype,
     reduction: Reduction | None,

@@ -15,8 +15,8 @@ from support.ranks import Tenant, run_ranks
 
 from dist2 import GroupAbortedError, MismatchError, PeerLostError, ProcessGroup
 from dist2.backends.socket.transport import shared_memory
-from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST, REPORTED_BYTES
+from dist2.backends.socket.transport.messages.transfer import ANY_SOURCE
 from dist2.backends.socket.transport.messages.ways import Lot
 from dist2.backends.socket.wire import EAGER_BYTES
 

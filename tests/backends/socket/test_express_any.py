@@ -15,8 +15,8 @@ from support.ranks import Tenant, run_ranks
 
 from dist2 import OperationTimeoutError, PeerLostError, ProcessGroup
 from dist2.backends.socket.transport import shared_memory
-from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.messages.express_any import ExpressAny
+from dist2.backends.socket.transport.messages.transfer import ANY_SOURCE
 from dist2.backends.socket.transport.messages.ways import Lot
 from dist2.runtime.deadline import deadline_in
 

@@ -27,7 +27,6 @@ from dist2 import (
     OperationTimeoutError,
     PeerLostError,
 )
-from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links import linkage
 from dist2.backends.socket.transport.links.card import Card
@@ -35,7 +34,7 @@ from dist2.backends.socket.transport.messages.absent_groups import HELD_BYTES
 from dist2.backends.socket.transport.messages.calls import Called
 from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST, PROMPT_CREDIT_BYTES
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
-from dist2.backends.socket.transport.messages.transfer import Sending
+from dist2.backends.socket.transport.messages.transfer import ANY_SOURCE, Sending, Transfer
 from dist2.backends.socket.wire import EAGER_BYTES, HELLO_BYTES, PROMPT_BYTES, TAGGED, Header, Hello, Kind
 from dist2.runtime.deadline import deadline_in
 

@@ -7,12 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist2 import WireError
-from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.links.card import Card
 from dist2.backends.socket.transport.messages.calls import REMEMBERED, Called
 from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST
 from dist2.backends.socket.transport.messages.mailbox import Arrived, Mailbox
-from dist2.backends.socket.transport.messages.transfer import Receiving, Sending
+from dist2.backends.socket.transport.messages.transfer import ANY_SOURCE, Receiving, Sending
 from dist2.backends.socket.wire import EAGER_BYTES, TAGGED, Header, Kind
 
 CONTEXT = 5

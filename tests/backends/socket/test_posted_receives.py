@@ -14,10 +14,9 @@ from support.threads import together
 
 from dist2 import GroupAbortedError, MismatchError, OperationTimeoutError, PeerLostError, ProcessGroup
 from dist2.backends.socket.transport import shared_memory
-from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.messages.credit import FRAME_COST, REPORTED_BYTES
-from dist2.backends.socket.transport.messages.transfer import Sending
+from dist2.backends.socket.transport.messages.transfer import ANY_SOURCE, Sending
 from dist2.backends.socket.wire import EAGER_BYTES, PROMPT_BYTES
 
 pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory")

@@ -16,9 +16,9 @@ from support.ranks import Tenant, run_ranks
 from support.threads import together
 
 from dist2 import MismatchError, OperationTimeoutError, PeerLostError, ProcessGroup
-from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST, REPORTED_BYTES
+from dist2.backends.socket.transport.messages.transfer import ANY_SOURCE
 from dist2.backends.socket.wire import (
     EAGER_BYTES,
     HEADER_BYTES,

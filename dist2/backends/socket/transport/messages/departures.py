@@ -6,7 +6,6 @@ import time
 from collections.abc import Container, Iterable, Mapping, Sequence
 
 from dist2.backends.consensus import Consensus
-from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.linkage import Linkage
 from dist2.backends.socket.transport.links.presence import Presence
@@ -14,6 +13,7 @@ from dist2.backends.socket.transport.messages.assembly import Assembly
 from dist2.backends.socket.transport.messages.explaining import left_words
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
+from dist2.backends.socket.transport.messages.transfer import ANY_SOURCE
 from dist2.backends.socket.wire import ABORTED, TEXT_BYTES, UNSEEN, Header, Kind
 from dist2.errors import AuthenticationError, PeerLostError
 from dist2.security.refusals import refusals

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from time import monotonic_ns
 
-from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.linkage import Linkage
 from dist2.backends.socket.transport.links.presence import Presence
@@ -28,7 +27,7 @@ from dist2.backends.socket.transport.messages.departures import aborted_error, l
 from dist2.backends.socket.transport.messages.explaining import overdue
 from dist2.backends.socket.transport.messages.mailbox import Arrived, Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
-from dist2.backends.socket.transport.messages.transfer import Message, Receiving, Sending
+from dist2.backends.socket.transport.messages.transfer import ANY_SOURCE, Receiving, Sending, Transfer
 from dist2.backends.socket.wire import EAGER_BYTES, PROMPT_BYTES, TAGGED, Header, Kind
 from dist2.errors import Dist2Error, PeerLostError, ResourceError
 from dist2.runtime.built import check_built
@@ -144,7 +143,7 @@ class Dispatch:
                 mailbox.sending[sending.number] = sending
         self._linkage.flush(link)  # which also wakes a sleeper at the other end of a ring
 
-    def cancel(self, mailbox: Mailbox, message: Message, error: BaseException) -> None:
+    def cancel(self, mailbox: Mailbox, message: Transfer, error: BaseException) -> None:
         """Make a pending message fail: from now on nothing touches its memory."""
         self._outcomes.cancel(mailbox, message, error)
         if isinstance(message, Sending):  # a shorter one behind it may go

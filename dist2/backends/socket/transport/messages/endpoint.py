@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from time import monotonic_ns
 
-from dist2.backends.socket.transport.base import ANY_SOURCE, Transfer
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links.card import Card
 from dist2.backends.socket.transport.messages.ballot import Ballot
@@ -16,7 +15,7 @@ from dist2.backends.socket.transport.messages.explaining import last_seen, left_
 from dist2.backends.socket.transport.messages.given_up import GivenUp
 from dist2.backends.socket.transport.messages.inquiry import Inquiry
 from dist2.backends.socket.transport.messages.mailbox import Mailbox, OnRevoked
-from dist2.backends.socket.transport.messages.transfer import Message, Receiving, Sending
+from dist2.backends.socket.transport.messages.transfer import ANY_SOURCE, Receiving, Sending, Transfer
 from dist2.backends.socket.transport.messages.ways import ShortWays
 from dist2.errors import (
     Dist2Error,
@@ -38,6 +37,14 @@ _PROBES_NS = 1_000_000_000
 
 class FabricEndpoint:
     """Posts messages of one group to its fabric, and waits for them.
+
+    It knows the members by group rank, and stamps every message with the group's context id. Posting never
+    blocks; `wait` does, and a thread that waits makes progress for every group of the process.
+
+    Messages of collectives are matched by ``(peer, seq, step)``: `seq` numbers the operation in its group,
+    `step` the message within the operation's schedule between these two ranks. `fingerprint` is the
+    operation's; where the two sides differ, both get `MismatchError`. Tagged ones are matched by
+    ``(peer, tag)`` in the order sent. Messages to oneself work.
 
     Args:
         fabric: This process's fabric.
@@ -136,16 +143,23 @@ class FabricEndpoint:
             self._inquiry.put_off_no_more()
 
     def send(self, peer: int, seq: int, step: int, fingerprint: int, data: memoryview) -> Transfer:
+        """Post a message of a collective. ``data`` must stay unchanged until it is done."""
         return self._send(Sending(self._mailbox.context, peer, False, seq, step, fingerprint, data))
 
     def recv(self, peer: int, seq: int, step: int, fingerprint: int, buffer: memoryview) -> Transfer:
+        """Post the buffer that takes a message of a collective of exactly its size."""
         return self._recv(Receiving(self._mailbox.context, peer, False, seq, step, fingerprint, buffer))
 
     def send_tagged(self, peer: int, tag: int, fingerprint: int, data: memoryview) -> Transfer:
+        """Post a point-to-point message; short ones are done once buffered, long ones once received."""
         self._poller.glance()
         return self._send(Sending(self._mailbox.context, peer, True, 0, tag, fingerprint, data))
 
     def recv_tagged(self, peer: int, tag: int, fingerprint: int, buffer: memoryview) -> Transfer:
+        """Post the buffer that takes the next message of this tag from ``peer`` (or `ANY_SOURCE`).
+
+        A message longer than the buffer, or one of another fingerprint, is a `MismatchError` on both sides.
+        """
         self._poller.glance()
         return self._recv(Receiving(self._mailbox.context, peer, True, 0, tag, fingerprint, buffer))
 
@@ -170,8 +184,7 @@ class FabricEndpoint:
 
         At the deadline it fails with `OperationTimeoutError`.
         """
-        if isinstance(transfer, Message):
-            transfer.deadline_ns = deadline_ns
+        transfer.deadline_ns = deadline_ns
         self._poller.background()
 
     def help(self, transfer: Transfer, deadline_ns: int) -> None:
@@ -183,6 +196,20 @@ class FabricEndpoint:
         self._poller.tell_finished()
 
     def wait(self, transfers: Sequence[Transfer], deadline_ns: int, beside: Sequence[Transfer] = ()) -> None:
+        """Return when all are done, making progress meanwhile; raise as soon as one has failed.
+
+        Args:
+            transfers: The awaited messages.
+            deadline_ns: When to give up.
+            beside: Other messages started for the same operation: it is not waited for, but where it fails
+                the rest may never come.
+
+        Raises:
+            OperationTimeoutError: The deadline passed; `missing` has the ranks of unfinished messages.
+                Those are cancelled: their buffers are free when this returns.
+            PeerLostError, MismatchError, GroupAbortedError: The cause of a message's failure, as raised
+                by the first that did; the others are cancelled.
+        """
         for transfer in transfers:
             if not transfer.done or transfer.error is not None:
                 break
@@ -303,7 +330,7 @@ class FabricEndpoint:
         """Cancel unfinished messages, and raise the cause: the group failed, or the deadline passed."""
         mailbox = self._mailbox
         waited_for = {each.source for each in transfers if not each.done and each.source != ANY_SOURCE}
-        tagged = all(isinstance(each, Message) and each.tagged for each in transfers)
+        tagged = all(each.tagged for each in transfers)
         error = mailbox.aborted or mailbox.fault
         if error is None:
             error = overdue(mailbox, waited_for, not tagged, self._fabric.linkage.shortage())
@@ -316,13 +343,15 @@ class FabricEndpoint:
         raise error
 
     def cancel(self, transfers: Sequence[Transfer]) -> None:
+        """Give up on messages: when this returns no thread touches their buffers. Idempotent."""
         with self._lock:
             for transfer in transfers:
-                if not transfer.done and isinstance(transfer, Message):
+                if not transfer.done:
                     self._dispatch.cancel(self._mailbox, transfer, GroupAbortedError("cancelled"))
         self._poller.tell_finished()
 
     def disagree(self, seq: int) -> None:
+        """Fail the group on all members: those of this host called different operations as this number."""
         with self._lock:
             self._fabric.comparison.report(self._mailbox, seq)
         self._poller.tell_finished()
@@ -423,6 +452,7 @@ class FabricEndpoint:
         self._poller.wake()
 
     def close(self, error: BaseException | None = None) -> None:
+        """Leave the group's context; pending messages fail with ``error`` (default: group closed)."""
         fault = error if isinstance(error, Dist2Error) else GroupAbortedError("the group was closed")
         with self._lock:
             self._fabric.groups.close(self._mailbox, fault)

@@ -29,7 +29,7 @@ from dist2.operation.plan_cache cimport Lane
 from dist2.operation.record cimport Operation
 from dist2.runtime.lock cimport Lock
 
-from dist2.backends.socket.transport.base import ANY_SOURCE
+from dist2.backends.socket.transport.messages.transfer import ANY_SOURCE
 from dist2.backends.socket.transport.messages.credit import REPORTED_BYTES
 from dist2.backends.socket.wire import TAGGED, Header, Kind
 

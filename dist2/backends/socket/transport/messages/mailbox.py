@@ -7,14 +7,13 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from dist2.backends.socket.transport.base import ANY_SOURCE
 from dist2.backends.socket.transport.links.card import Card
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.messages.agreements import Agreements
 from dist2.backends.socket.transport.messages.calls import Calls, Describe
 from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST, Account, Accounts
 from dist2.backends.socket.transport.messages.made import Origin
-from dist2.backends.socket.transport.messages.transfer import Receiving, Sending
+from dist2.backends.socket.transport.messages.transfer import ANY_SOURCE, Receiving, Sending
 from dist2.backends.socket.wire import TAGGED, Header
 from dist2.errors import Dist2Error, GroupAbortedError, GroupRevokedError, MismatchError, WireError
 from dist2.runtime.built import check_built

@@ -2,7 +2,7 @@ cimport cython
 
 from dist2.backends.socket.transport.links.linkage cimport Linkage
 from dist2.backends.socket.transport.messages.mailbox cimport Mailbox
-from dist2.backends.socket.transport.messages.transfer cimport Message, Receiving, Sending
+from dist2.backends.socket.transport.messages.transfer cimport Transfer, Receiving, Sending
 
 
 cdef class Outcomes:
@@ -10,7 +10,7 @@ cdef class Outcomes:
     cdef public list finished
     cdef dict _mailboxes
 
-    cpdef finish(self, Message message, object error)
+    cpdef finish(self, Transfer message, object error)
     @cython.locals(mailbox=Mailbox)
     cpdef message_sent(self, Sending sending)
     @cython.locals(mailbox=Mailbox)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.linkage import Linkage
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
-from dist2.backends.socket.transport.messages.transfer import Message, Receiving, Sending
+from dist2.backends.socket.transport.messages.transfer import Receiving, Sending, Transfer
 from dist2.errors import Dist2Error, PeerLostError
 from dist2.runtime.built import check_built
 
@@ -25,16 +25,16 @@ class Outcomes:
     """
 
     def __init__(self, linkage: Linkage, mailboxes: dict[int, Mailbox]) -> None:
-        self.finished: list[Message] = []
+        self.finished: list[Transfer] = []
         self._linkage = linkage
         self._mailboxes = mailboxes
 
-    def collect(self) -> list[Message]:
+    def collect(self) -> list[Transfer]:
         """Return the messages that were finished since it was called last."""
         finished, self.finished = self.finished, []
         return finished
 
-    def finish(self, message: Message, error: BaseException | None) -> None:
+    def finish(self, message: Transfer, error: BaseException | None) -> None:
         """End a message, if it has not ended."""
         if not message.done:
             message.error = error
@@ -66,13 +66,13 @@ class Outcomes:
             self.finish(message, mailbox.fault)
         mailbox.clear()
 
-    def cancel(self, mailbox: Mailbox, message: Message, error: BaseException) -> None:
+    def cancel(self, mailbox: Mailbox, message: Transfer, error: BaseException) -> None:
         """Make a pending message fail: from now on nothing touches its memory."""
         if self._take_back(mailbox, message):
             self._release(mailbox, message)
         self.finish(message, error)
 
-    def _take_back(self, mailbox: Mailbox, message: Message) -> bool:
+    def _take_back(self, mailbox: Mailbox, message: Transfer) -> bool:
         """Have a group forget a message; whether links may be using its memory."""
         if isinstance(message, Receiving):
             mailbox.forget(message)
@@ -88,7 +88,7 @@ class Outcomes:
                 return False
         return True
 
-    def _release(self, mailbox: Mailbox, message: Message) -> None:
+    def _release(self, mailbox: Mailbox, message: Transfer) -> None:
         """Take a message's memory away from the links."""
         if isinstance(message, Sending):
             out = self._linkage.outgoing.get(mailbox.fabric_ids[message.peer])

@@ -3,7 +3,7 @@ cimport cython
 from dist2.backends.socket.wire cimport Header
 
 
-cdef class Message:
+cdef class Transfer:
     cdef public long long number, seq, tag, nbytes, source, peer, deadline_ns
     cdef public unsigned long long context, fingerprint
     cdef public bint tagged, done
@@ -14,7 +14,7 @@ cdef class Message:
     cpdef tell(self)
 
 
-cdef class Sending(Message):
+cdef class Sending(Transfer):
     cdef public long long offset
     cdef public bint accepted, unasked
 
@@ -22,7 +22,7 @@ cdef class Sending(Message):
     cpdef Header header(self, object kind, unsigned int nbytes, unsigned long long transfer)
 
 
-cdef class Receiving(Message):
+cdef class Receiving(Transfer):
     cdef public long long missing
 
     cpdef bint fits(self, Header header) except -1

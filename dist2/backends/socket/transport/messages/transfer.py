@@ -1,5 +1,5 @@
 # cython: annotation_typing=False
-"""Messages in flight: the handles that `Endpoint` returns for sends and receives."""
+"""Messages in flight: the handles that `FabricEndpoint` returns for sends and receives."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 
-from dist2.backends.socket.transport.base import Transfer
 from dist2.backends.socket.wire import EAGER_BYTES, TAGGED, Header, Kind
 from dist2.runtime.built import check_built
 from dist2.runtime.deadline import FOREVER_NS
 
 check_built(__name__, __file__)
 
+ANY_SOURCE = -1
+"""As ``peer`` of `FabricEndpoint.recv_tagged`: take the first matching message from any member."""
+
 next_number = itertools.count(1).__next__
 """Numbers of messages, unique in the process."""
 
 
-class Message:
+class Transfer:
     """A posted send or receive; the fabric's lock guards it.
 
     Attributes:
@@ -30,6 +32,10 @@ class Message:
         tag: Tag, or step of the collective's schedule.
         fingerprint: The operation's fingerprint.
         data: The memory; None once done.
+        done: It has ended, with `error` if it failed. The memory is free for other use.
+        error: The cause of its failure.
+        nbytes: Bytes moved, once done. A tagged receive may get fewer than its memory holds.
+        source: Group rank of the other side; known for `ANY_SOURCE` once done.
         deadline_ns: Its deadline if no thread waits for it: a waiter has its own.
     """
 
@@ -60,6 +66,7 @@ class Message:
         self._callbacks: deque[Callable[[Transfer], None]] | None = None  # made when there is one
 
     def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
+        """Call back once it is done (at once if it is), from the thread that completes it."""
         if self._callbacks is None:
             self._callbacks = deque()
         self._callbacks.append(callback)
@@ -86,7 +93,7 @@ class Message:
         return (self.tagged, self.peer, self.seq, self.tag)
 
 
-class Sending(Message):
+class Sending(Transfer):
     """A send.
 
     Attributes:
@@ -113,7 +120,7 @@ class Sending(Message):
         return self.unasked and self.nbytes <= EAGER_BYTES
 
 
-class Receiving(Message):
+class Receiving(Transfer):
     """A receive.
 
     Attributes:
