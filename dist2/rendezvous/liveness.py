@@ -15,6 +15,7 @@ While a call waits for other ranks to make a group, at an endpoint or in a store
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -49,6 +50,8 @@ from dist2.store.prefix import PrefixStore
 from dist2.store.text import as_name
 from dist2.store.waiting import arrive
 
+UNSURE_LOOKS = 3
+"""Looks at which a rank that does not know how a process ended leaves it to another one to tell."""
 _READS = 16
 """Number of keys of missing ranks that are read at a time: thousands would keep the store busy."""
 _LAST_WORDS = timedelta(seconds=1)
@@ -81,7 +84,7 @@ class LivenessMonitor:
         # Each rank begins with the next one: together they soon have checked all.
         self._unread = dict.fromkeys((rank + step) % world_size for step in range(1, world_size))
         self._processes: dict[int, tuple[Process, int]] = {}
-        self._unsure: set[int] = set()
+        self._unsure: Counter[int] = Counter()
         for other, request in (known or {}).items():
             self._watch(other, request)
 
@@ -111,16 +114,22 @@ class LivenessMonitor:
                 self._unread[rank] = None  # after those that were not checked
         return self.seen_dead()
 
-    def seen_dead(self) -> tuple[int, str] | None:
-        """Do the same without the store, for the ranks with requests that were read before."""
+    def seen_dead(self, unsure_looks: int = UNSURE_LOOKS) -> tuple[int, str] | None:
+        """Do the same without the store, for the ranks with requests that were read before.
+
+        Args:
+            unsure_looks: At so many looks it says nothing of a process that had ended when its request was
+                read: a rank that came earlier has watched it, and publishes how it ended.
+        """
         for rank, (process, pidfd) in tuple(self._processes.items()):
             if not (has_ended(pidfd) if pidfd >= 0 else process.has_ended):
                 continue
-            # A rank that watched the process may know its exit code, and publishes it before the next look.
-            if pidfd >= 0 or rank in self._unsure:
-                names = attrs.evolve(self._names, process_of=self._process_of)
-                return rank, names.ended({rank: how_ended(pidfd)})
-            self._unsure.add(rank)
+            if pidfd < 0:
+                self._unsure[rank] += 1
+                if self._unsure[rank] <= unsure_looks:
+                    continue
+            names = attrs.evolve(self._names, process_of=self._process_of)
+            return rank, names.ended({rank: how_ended(pidfd)})
         return None
 
 
@@ -246,7 +255,7 @@ class FailureWatch(PrefixStore):
         else:
             words = f"{self._names([self.rank])} gave up ({type(error).__name__}: {error})"
             self._tell(Verdict(Outcome.LOST, words, (self.rank,)))
-        dead = self._roll.seen_dead() if isinstance(error, StoreConnectionError) else None
+        dead = self._roll.seen_dead(0) if isinstance(error, StoreConnectionError) else None
         if dead is not None:
             error.args = (f"{error}; {dead[1]}",)
         if isinstance(error, Dist2Error):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -17,7 +19,16 @@ from dist2.errors import (
     StoreTimeoutError,
 )
 from dist2.rendezvous import rendezvous
-from dist2.rendezvous.liveness import Building, FailureWatch, abort_building, building
+from dist2.rendezvous.liveness import (
+    UNSURE_LOOKS,
+    Building,
+    FailureWatch,
+    LivenessMonitor,
+    abort_building,
+    building,
+)
+from dist2.rendezvous.requests import JoinRequest, rank_key
+from dist2.runtime.other_process import Process
 
 
 @pytest.mark.parametrize(
@@ -71,6 +82,20 @@ def test_a_wait_for_ranks_is_aborted_and_the_others_hear_of_it() -> None:
     assert not abort_building(hung)
     with pytest.raises(PeerLostError, match=r"rank 0 gave up \(GroupAbortedError: .*the job hangs"), second:
         second.get("what nobody sets")
+
+
+def test_a_rank_that_came_too_late_to_watch_a_process_lets_others_tell_how_it_ended() -> None:
+    """It said ``died`` where another rank, a little later, would have said by which signal."""
+    program = "from dist2.runtime.other_process import Process; print(Process.here().text)"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    process = Process.read(ended.stdout.strip())
+    assert process is not None
+    store = HashStore()
+    store.set(rank_key(1), JoinRequest(process, {}).to_text())
+    monitor = LivenessMonitor(store, 0, 2)
+    assert [monitor.dead() for _ in range(UNSURE_LOOKS)] == [None] * UNSURE_LOOKS
+    assert monitor.dead() == (1, f"rank 1 ({process.place}) died"), "nobody knows it"
+    assert monitor.seen_dead(0) == monitor.dead()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
