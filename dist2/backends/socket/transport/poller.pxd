@@ -18,7 +18,6 @@ cdef class Poller:
     cdef public long _waiters
     cdef long _told, _looks
     cdef bint _background_polls
-    cdef readonly long long _glanced_ns
     cdef public long long _called_ns
 
     cpdef tell_waiters(self)
@@ -28,5 +27,5 @@ cdef class Poller:
     cdef _wait_for_role(self, object done, double left_s)
     cpdef bint is_wanted(self) except -1
     cpdef progress(self, double timeout_s)
-    cpdef glance(self, bint seldom=*)
+    cpdef note_call(self)
     cpdef tell_finished(self)

@@ -5,7 +5,7 @@ from dist2.backends.socket.transport.links.rings cimport Rings
 
 
 cdef class Linkage:
-    cdef readonly dict links, outgoing, heard, entering
+    cdef readonly dict links, outgoing, entering
     cdef readonly Rings rings
     cdef readonly Link recent
     cdef public bint gathers

@@ -66,7 +66,6 @@ class Linkage:
     Attributes:
         links: All of them, by descriptor.
         outgoing: The link for messages to a process, by its fabric id.
-        heard: The link that delivered short messages of a process, by its fabric id.
         entering: Links in a handshake, and the function that continues it.
         rings: The links with frames in shared memory.
         recent: The link that something came through last.
@@ -79,7 +78,6 @@ class Linkage:
     ) -> None:
         self.links: dict[int, Link] = {}
         self.outgoing: dict[str, Link] = {}
-        self.heard: dict[str, Link] = {}
         self.entering: dict[Link, Callable[[Link], None]] = {}
         self.rings = Rings()
         self.recent: Link | None = None
@@ -125,9 +123,8 @@ class Linkage:
         self._epoll.unregister(fd)
         if self.recent is link:
             self.recent = None
-        for known in (self.heard, self.outgoing):
-            if known.get(peer_id) is link:
-                del known[peer_id]
+        if self.outgoing.get(peer_id) is link:
+            del self.outgoing[peer_id]
         self._owner.link_is_gone(link)
         link.close()
 

@@ -7,7 +7,7 @@ from dist2.backends.socket.wire cimport Header
 
 
 cdef class Intake:
-    cdef dict _heard, _mailboxes, _handlers, _payloads
+    cdef dict _mailboxes, _handlers, _payloads
     cdef object _rings, _presence, _outcomes, _departures, _absent, _origins, _given_up
     cdef Delivery _delivery
 

@@ -62,7 +62,6 @@ class Intake:
         origins: Origins,
         given_up: GivenUp,
     ) -> None:
-        self._heard = linkage.heard
         self._rings = linkage.rings
         self._presence = presence
         self._outcomes = outcomes
@@ -87,8 +86,6 @@ class Intake:
             raise WireError("a second hello")
         if header.kind is Kind.DATA:
             return self._delivery.begin_segment(link, header)
-        if header.kind in _MESSAGES:
-            self._heard[link.peer_id or ""] = link
         if header.kind is Kind.EAGER:
             place = self._place_of_eager(link, header)
             if place is not None:
