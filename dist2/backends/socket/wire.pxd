@@ -16,17 +16,16 @@ cdef packed struct Fields:
 @cython.final
 cdef class Header:
     cdef public object kind
-    cdef Fields fields
+    cdef readonly unsigned short flags
+    cdef readonly unsigned int nbytes
+    cdef readonly unsigned long long context, seq, fingerprint, transfer, total
+    cdef readonly long long tag
 
     @cython.locals(fields="Fields *")
-    cdef int fill(
-        self, unsigned short flags, unsigned long long context, unsigned long long seq, long long tag,
-        unsigned long long fingerprint, unsigned int nbytes, unsigned long long transfer, unsigned long long total,
-    ) except -1
     cpdef bytes encode(self)
 
 
-@cython.locals(header=Header, nbytes="unsigned int", total="unsigned long long", wrong="bint")
+@cython.locals(header=Header, fields="Fields *", nbytes="unsigned int", total="unsigned long long", wrong="bint")
 cdef Header read_header(const char *at)
 
 

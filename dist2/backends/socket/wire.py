@@ -14,6 +14,7 @@ from typing import Any
 
 import attrs
 import cython
+from cython.cimports.cpython.bytes import PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cython.cimports.cpython.memoryview import PyMemoryView_GET_BUFFER
 from cython.cimports.libc.string import memcpy, memmove
 
@@ -115,9 +116,6 @@ class Header:
         total: Length of the whole announced message.
     """
 
-    fields: Any
-    """The bytes of the header, as a struct of C."""
-
     def __init__(
         self,
         kind: Kind,
@@ -131,57 +129,9 @@ class Header:
         total: int = 0,
     ) -> None:
         self.kind = kind
-        self.fill(flags, context, seq, tag, fingerprint, nbytes, transfer, total)
-
-    def fill(
-        self,
-        flags: int,
-        context: int,
-        seq: int,
-        tag: int,
-        fingerprint: int,
-        nbytes: int,
-        transfer: int,
-        total: int,
-    ) -> int:
-        """Set the fields behind the kind; return 0."""
-        fields: Any = cython.address(self.fields)
-        fields.magic, fields.kind, fields.flags, fields.nbytes = _MAGIC, self.kind, flags, nbytes
-        fields.context, fields.seq, fields.tag = context, seq, tag
-        fields.fingerprint, fields.transfer, fields.total = fingerprint, transfer, total
-        return 0
-
-    @property
-    def flags(self) -> int:
-        return int(self.fields.flags)
-
-    @property
-    def context(self) -> int:
-        return int(self.fields.context)
-
-    @property
-    def seq(self) -> int:
-        return int(self.fields.seq)
-
-    @property
-    def tag(self) -> int:
-        return int(self.fields.tag)
-
-    @property
-    def fingerprint(self) -> int:
-        return int(self.fields.fingerprint)
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.fields.nbytes)
-
-    @property
-    def transfer(self) -> int:
-        return int(self.fields.transfer)
-
-    @property
-    def total(self) -> int:
-        return int(self.fields.total)
+        self.flags, self.nbytes = flags, nbytes
+        self.context, self.seq, self.tag = context, seq, tag
+        self.fingerprint, self.transfer, self.total = fingerprint, transfer, total
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Header) and self.encode() == other.encode()
@@ -189,14 +139,13 @@ class Header:
     def __hash__(self) -> int:
         return hash(self.encode())
 
-    def __repr__(self) -> str:
-        names = ("flags", "context", "seq", "tag", "fingerprint", "nbytes", "transfer", "total")
-        return f"Header({self.kind!r}, {', '.join(f'{name}={getattr(self, name)}' for name in names)})"
-
     def encode(self) -> bytes:
         """Return the bytes of the header."""
-        at = cython.cast(cython.p_char, cython.address(self.fields))
-        encoded: bytes = at[:HEADER_BYTES]
+        encoded: bytes = PyBytes_FromStringAndSize(cython.NULL, HEADER_BYTES)
+        fields: Any = cython.cast("Fields *", PyBytes_AS_STRING(encoded))
+        fields.magic, fields.kind, fields.flags, fields.nbytes = _MAGIC, self.kind, self.flags, self.nbytes
+        fields.context, fields.seq, fields.tag = self.context, self.seq, self.tag
+        fields.fingerprint, fields.transfer, fields.total = self.fingerprint, self.transfer, self.total
         return encoded
 
     @staticmethod
@@ -214,13 +163,11 @@ class Header:
 
 def read_header(at: Any) -> Header:
     """Read a header at an address of C; see `Header.decode`."""
-    header: Header = Header.__new__(Header)
-    memcpy(cython.address(header.fields), at, HEADER_BYTES)
-    kind: Kind | None = _KINDS[header.fields.kind]
-    if header.fields.magic != _MAGIC or kind is None:
+    fields: Any = cython.cast("Fields *", at)
+    kind: Kind | None = _KINDS[fields.kind]
+    if fields.magic != _MAGIC or kind is None:
         raise WireError(f"not a frame: it begins with {at[:4].hex()}")
-    header.kind = kind
-    longest, nbytes, total = _LIMITS[kind], header.fields.nbytes, header.fields.total
+    longest, nbytes, total = _LIMITS[kind], fields.nbytes, fields.total
     if nbytes > longest:
         raise WireError(f"a {kind.name} frame of {nbytes} bytes is longer than the {longest} allowed")
     wrong = kind is Kind.EAGER and nbytes != total
@@ -228,6 +175,11 @@ def read_header(at: Any) -> Header:
         wrong = total <= EAGER_BYTES
     if wrong:
         raise WireError(f"a {kind.name} frame of {nbytes} bytes for a message of {total}")
+    header: Header = Header.__new__(Header)
+    header.kind = kind
+    header.flags, header.nbytes = fields.flags, nbytes
+    header.context, header.seq, header.tag = fields.context, fields.seq, fields.tag
+    header.fingerprint, header.transfer, header.total = fields.fingerprint, fields.transfer, total
     return header
 
 
@@ -361,7 +313,7 @@ class FrameReader:
                     break
                 self._header = header = read_header(self._at + position)
                 position += _HEADER_BYTES
-                self._missing = header.fields.nbytes
+                self._missing = header.nbytes
                 self._sink = self._begin(header)
             take = min(self._missing, filled - position)
             if take:
@@ -390,6 +342,6 @@ class FrameReader:
         header = self._header
         self._header, self._sink = None, None
         assert header is not None  # only called inside a frame
-        if header.fields.nbytes:
-            self.awaits_long = header.fields.nbytes > _DIRECT_BYTES
+        if header.nbytes:
+            self.awaits_long = header.nbytes > _DIRECT_BYTES
         self._end(header)

@@ -33,9 +33,9 @@ REASON_BYTES = 1000
 
 def key_of(header: Header, peer: int) -> Key:
     """Return the key of a message by its first frame and its sender's group rank."""
-    if header.fields.flags & TAGGED:
-        return (True, peer, 0, header.fields.tag)
-    return (False, peer, header.fields.seq, header.fields.tag)
+    if header.flags & TAGGED:
+        return (True, peer, 0, header.tag)
+    return (False, peer, header.seq, header.tag)
 
 
 class Arrived:

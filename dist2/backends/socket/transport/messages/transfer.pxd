@@ -18,7 +18,6 @@ cdef class Sending(Transfer):
     cdef public long long offset
     cdef public bint accepted, unasked
 
-    @cython.locals(made=Header)
     cpdef Header header(self, object kind, unsigned int nbytes, unsigned long long transfer)
 
 

@@ -109,10 +109,9 @@ class Sending(Transfer):
     def header(self, kind: Kind, nbytes: int, transfer: int) -> Header:
         """Return the header of a frame about it, with so many bytes behind it."""
         flags = TAGGED if self.tagged else 0
-        made: Header = Header.__new__(Header)
-        made.kind = kind
-        made.fill(flags, self.context, self.seq, self.tag, self.fingerprint, nbytes, transfer, self.nbytes)
-        return made
+        return Header(
+            kind, flags, self.context, self.seq, self.tag, self.fingerprint, nbytes, transfer, self.nbytes
+        )
 
     @property
     def is_copied(self) -> bool:
@@ -131,7 +130,7 @@ class Receiving(Transfer):
 
     def fits(self, header: Header) -> bool:
         """Whether a message may be delivered here."""
-        if header.fields.fingerprint != self.fingerprint:
+        if header.fingerprint != self.fingerprint:
             return False
-        total = header.fields.total
+        total = header.total
         return bool(total <= self.nbytes if self.tagged else total == self.nbytes)
