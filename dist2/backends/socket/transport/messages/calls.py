@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import attrs
 
-from dist2.backends.socket.transport.messages.by_rank import ByRank
 from dist2.backends.socket.wire import TAGGED, Header
 from dist2.errors import MismatchError
 from dist2.operation.description import Call
@@ -51,12 +51,6 @@ def _describe_nothing(seq: int | None, number: int) -> Called:
     return NOTHING_YET
 
 
-class Told(ByRank[set[int]]):
-    """Numbers that each member was sent."""
-
-    make = set
-
-
 class Calls:
     """Calls of one group.
 
@@ -93,7 +87,7 @@ class Calls:
         self.begun: dict[int, int] = {}
         self.latest = 0
         self.seen = [0] * size
-        self.told = Told()
+        self.told: defaultdict[int, set[int]] = defaultdict(set)
         self.introduced: dict[tuple[int, int], Call] = {}
         self.met = 0
         self.probes: dict[int, Called] = {}

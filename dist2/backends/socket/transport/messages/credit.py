@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import deque
 
-from dist2.backends.socket.transport.messages.by_rank import ByRank
 from dist2.backends.socket.transport.messages.transfer import Sending
 from dist2.backends.socket.wire import EAGER_BYTES, PROMPT_BYTES
 from dist2.runtime.built import check_built
@@ -46,9 +45,3 @@ class Account:
     def __init__(self) -> None:
         self.used = self.owed = self.held = 0
         self.waiting = deque()
-
-
-class Accounts(ByRank[Account]):
-    """With each member."""
-
-    make = Account

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dist2.backends.socket.transport.links.card import Card
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.messages.agreements import Agreements
 from dist2.backends.socket.transport.messages.calls import Calls, Describe
-from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST, Account, Accounts
+from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST, Account
 from dist2.backends.socket.transport.messages.made import Origin
 from dist2.backends.socket.transport.messages.transfer import ANY_SOURCE, Receiving, Sending
 from dist2.backends.socket.wire import TAGGED, Header
@@ -102,7 +102,8 @@ class Mailbox:
         reasons: The errors reported by other members.
         on_revoked: Called when a member has revoked the group; under the fabric's lock.
         unanswered: Members that did not answer probes, or have left, and since when (in seconds).
-        accounts: Credit of collectives and of point-to-point, by group rank.
+        accounts: Credit of collectives and of point-to-point, by group rank: of those that messages are
+            exchanged with.
         sending: Announced sends, by their number.
         accepted: Receives whose payload is coming in.
         uid: The group's; empty where it is not known.
@@ -146,7 +147,7 @@ class Mailbox:
         self.reasons: dict[int, str] = {}
         self.on_revoked = on_revoked
         self.unanswered: dict[int, float] = {}
-        self.accounts = (Accounts(), Accounts())
+        self.accounts: tuple[defaultdict[int, Account], ...] = (defaultdict(Account), defaultdict(Account))
         self.sending: dict[int, Sending] = {}
         self.accepted: set[Receiving] = set()
         self._posted: dict[Key, deque[Receiving]] = {}
