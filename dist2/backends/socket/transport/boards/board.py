@@ -24,10 +24,10 @@ from dist2.backends.socket.transport.boards.arrivals import new_arrivals
 from dist2.backends.socket.transport.boards.control_words import ALL, NOBODY, NOTES, RING
 from dist2.backends.socket.transport.boards.meeting import Meeting
 from dist2.backends.socket.transport.boards.mismatches import Mismatches
-from dist2.backends.socket.transport.boards.progress import Progress
 from dist2.backends.socket.transport.boards.regions import SLOT_BYTES, Regions, slot_offset
 from dist2.backends.socket.transport.boards.roster import Member, Roster
 from dist2.backends.socket.transport.boards.waiting import Waiting
+from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.shared_memory import SharedHost
 from dist2.errors import Dist2Error
 from dist2.operation.record import Operation
@@ -70,7 +70,7 @@ class Board:
     ) -> None:
         self.rank = rank
         self.names = names
-        self.progress: Progress | None = None
+        self.progress: FabricEndpoint | None = None
         self.regions = Regions(host, context, rank, slot_size)
         own = self._own = self.regions.words(rank)
         arrivals = self.arrivals = new_arrivals(
@@ -86,7 +86,7 @@ class Board:
         self.meeting = Meeting(host, self.regions, own, arrivals, roster, self._waiting)
         self._closed = False
 
-    def listen(self, messages: Progress) -> None:
+    def listen(self, messages: FabricEndpoint) -> None:
         """Let a group's messages have their turns once this member has waited for a while.
 
         A failure that messages report, a mismatch for example, ends its wait.

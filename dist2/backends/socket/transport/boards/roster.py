@@ -15,8 +15,8 @@ from time import monotonic_ns
 import attrs
 
 from dist2.backends.socket.transport.boards.control_words import SLEEPING, STATE
-from dist2.backends.socket.transport.boards.progress import Progress
 from dist2.backends.socket.transport.doorbell import Doorbell
+from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.messages.explaining import left_words
 from dist2.backends.socket.transport.shared_memory import Neighbour
 from dist2.errors import (
@@ -87,7 +87,7 @@ class Roster:
         self.members = tuple(members)
         self._peers: list[tuple[memoryview, Member]] = []
         self.peers: Peers = self._peers
-        self.messages: Progress | None = None
+        self.messages: FabricEndpoint | None = None
         self._own = own
         self._arrivals = arrivals
         self._doorbell = doorbell

@@ -12,9 +12,9 @@ from time import monotonic_ns
 
 from dist2.backends.socket.transport.boards.control_words import SLEEPING
 from dist2.backends.socket.transport.boards.mismatches import Mismatches
-from dist2.backends.socket.transport.boards.progress import Progress
 from dist2.backends.socket.transport.boards.roster import Roster
 from dist2.backends.socket.transport.doorbell import Doorbell
+from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.messages.explaining import absence
 from dist2.backends.socket.transport.spinning import yield_core
 from dist2.errors import MismatchError
@@ -100,7 +100,7 @@ class Waiting:
         if self._roster.messages is not None:
             self.attend(self._roster.messages, operation)
 
-    def attend(self, messages: Progress, operation: Operation) -> None:
+    def attend(self, messages: FabricEndpoint, operation: Operation) -> None:
         """Make progress on some messages; raise the failures that they report."""
         try:
             messages.attend()
