@@ -10,6 +10,8 @@ import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.proof.checker import Machine, prove
+from support.proof.symbols import BrokenScheduleError
 from support.schedule_cases import (
     ALGORITHMS,
     FLAT,
@@ -20,10 +22,8 @@ from support.schedule_cases import (
     schedules_of,
 )
 
-from dist2.backends.socket.algorithms.checker import Machine, prove
 from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.algorithms.schedule import Buffer, Copy, Exchange, Fence, Fold, Schedule, Span
-from dist2.backends.socket.algorithms.symbols import BrokenScheduleError
 from dist2.backends.socket.selection import Algorithm
 from dist2.operation.kinds import OpKind
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 import pytest
+from support.proof.checker import Machine, prove
+from support.proof.symbols import BrokenScheduleError
 from support.schedule_cases import ALGORITHMS, FLAT, name_of, requests_for, schedules_of
 
-from dist2.backends.socket.algorithms.checker import Machine, prove
 from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.algorithms.schedule import (
     Buffer,
@@ -23,7 +24,6 @@ from dist2.backends.socket.algorithms.schedule import (
     Step,
 )
 from dist2.backends.socket.algorithms.spans import scratch, source, target
-from dist2.backends.socket.algorithms.symbols import BrokenScheduleError
 from dist2.backends.socket.selection import Algorithm
 from dist2.operation.kinds import OpKind
 

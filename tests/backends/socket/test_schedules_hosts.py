@@ -10,6 +10,8 @@ import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.proof.checker import Machine, prove
+from support.proof.symbols import BrokenScheduleError
 from support.schedule_cases import (
     HIERARCHICAL,
     WORLD_SIZES,
@@ -19,11 +21,9 @@ from support.schedule_cases import (
     schedules_of,
 )
 
-from dist2.backends.socket.algorithms.checker import Machine, prove
 from dist2.backends.socket.algorithms.hosts import folding_groups, host_map, layout_of_hosts
 from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.algorithms.schedule import Exchange, Fence, Schedule
-from dist2.backends.socket.algorithms.symbols import BrokenScheduleError
 from dist2.backends.socket.selection import Algorithm
 from dist2.operation.kinds import OpKind
 

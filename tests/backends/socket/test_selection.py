@@ -8,9 +8,9 @@ import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.proof.checker import prove
 from support.schedule_cases import ALGORITHMS, FAMILIES, name_of, requests_for, schedules_of
 
-from dist2.backends.socket.algorithms.checker import prove
 from dist2.backends.socket.algorithms.request import family_of
 from dist2.backends.socket.selection import Algorithm, Request, Thresholds, algorithms_for, select
 from dist2.backends.socket.tuning import CROWDS, MAPPED

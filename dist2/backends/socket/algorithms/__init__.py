@@ -1,7 +1,7 @@
 """The collectives as schedules: one file an algorithm, each a pure function of rank and sizes.
 
 Message algorithms move data by `Exchange` steps. Flat ones work on shared memory: `Copy`, `Fold` and
-`Fence` on ``SLOT`` spans. ``selection.py`` names them and chooses; ``checker.py`` proves them.
+`Fence` on ``SLOT`` spans. ``selection.py`` names them and chooses.
 
 **Addressing.** ``INPUT`` and ``OUTPUT`` are the tensors in the tables of ``backends/base.py``, each list of
 tensors read as one concatenation, parts in rank order. `counts` are elements a part.

@@ -2,8 +2,8 @@
 """Schedules: the steps of one rank in a collective, as pure data.
 
 An algorithm is a pure function ``(rank, world_size, ...) -> Schedule``. It knows ranks and element
-ranges, never sockets, dtypes or memory; the same schedule runs under an executor, the symbolic
-checker and the simulator.
+ranges, never sockets, dtypes or memory; the same schedule runs under an executor, and under the checker
+of the tests.
 
 Buffers hold *elements*, numbered from 0. ``INPUT`` and ``OUTPUT`` are the caller's (in-place operations have
 the same memory in both; a schedule must be right for both cases where its operation allows them), ``SCRATCH``

@@ -8,8 +8,8 @@ import attrs
 
 from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.algorithms.spans import offsets_of
-from dist2.backends.socket.algorithms.symbols import UNDEFINED, BrokenScheduleError, Symbols
 from dist2.operation.kinds import OpKind
+from support.proof.symbols import UNDEFINED, BrokenScheduleError, Symbols
 
 
 @attrs.frozen

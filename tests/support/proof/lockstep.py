@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 
-from dist2.backends.socket.algorithms.contract import Promise
-from dist2.backends.socket.algorithms.races import Moment
 from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.algorithms.schedule import Buffer, Schedule, Span
 from dist2.backends.socket.algorithms.spans import offsets_of
-from dist2.backends.socket.algorithms.symbols import UNDEFINED, BrokenScheduleError
 from dist2.operation.kinds import OpKind
+from support.proof.contract import Promise
+from support.proof.races import Moment
+from support.proof.symbols import UNDEFINED, BrokenScheduleError
 
 _ONE_PART = frozenset(
     {

@@ -17,9 +17,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from dist2.backends.socket.algorithms.contract import promises_of
-from dist2.backends.socket.algorithms.lockstep import Channel, Meeting, Posted, Rank, Sent
-from dist2.backends.socket.algorithms.races import Accesses, Moment
 from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.algorithms.schedule import (
     Buffer,
@@ -31,8 +28,11 @@ from dist2.backends.socket.algorithms.schedule import (
     Span,
     Step,
 )
-from dist2.backends.socket.algorithms.symbols import UNDEFINED, BrokenScheduleError, Symbols
 from dist2.operation.kinds import OpKind
+from support.proof.contract import promises_of
+from support.proof.lockstep import Channel, Meeting, Posted, Rank, Sent
+from support.proof.races import Accesses, Moment
+from support.proof.symbols import UNDEFINED, BrokenScheduleError, Symbols
 
 _INPUT, _SLOT, _LENT = Buffer.INPUT, Buffer.SLOT, Buffer.LENT
 _PIECES = 2

@@ -14,7 +14,7 @@ from itertools import product
 
 import attrs
 
-from dist2.backends.socket.algorithms.symbols import BrokenScheduleError
+from support.proof.symbols import BrokenScheduleError
 
 Interval = tuple[int, int]
 

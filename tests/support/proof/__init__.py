@@ -1,0 +1,1 @@
+"""A proof that schedules of collectives are right: all ranks in lockstep, on symbols instead of numbers."""
