@@ -1,4 +1,4 @@
-"""One HTTP request over a connection of its own: what is sent, and which answers are none."""
+"""Requests of commands and ranks to a control plane: what is sent, and which answers are none."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from urllib.error import HTTPError, URLError
 import pytest
 
 from dist2.errors import InvalidUsageError
+from observability import client
 from observability.client import Asker
-from observability.http_exchange import exchange
 
 SOON_S = 20.0
-MOST = 1 << 20
 
 
 @contextmanager
@@ -45,46 +44,53 @@ def answering(*packets: bytes) -> Iterator[tuple[str, Callable[[], bytes]]]:
         thread.join(SOON_S)
 
 
-def test_the_head_and_the_body_are_one_request() -> None:
+def ask(url: str, token: str | None = "t", body: object = None) -> bytes:
+    return Asker().ask(url, token, body=body, timeout_s=SOON_S)
+
+
+def test_a_request_has_its_head_and_its_body() -> None:
     with answering(b"HTTP/1.0 200 OK\r\nContent-", b"Length: 4\r\nX-Kind: a: b\r\n\r\n", b"bo", b"dy") as (
         url,
         request,
     ):
-        reply = exchange(f"{url}/path?x=1", {"Authorization": "Bearer t"}, b"sent", SOON_S, None, MOST)
-        assert (reply.status, reply.body) == (200, b"body")
-        assert reply.headers == {"content-length": "4", "x-kind": "a: b"}
-        head, _, body = request().partition(b"\r\n\r\n")
-        lines = head.decode().split("\r\n")
-        assert lines[0] == "POST /path?x=1 HTTP/1.0"
-        assert set(lines[1:]) == {f"Host: {url[7:]}", "Authorization: Bearer t", "Content-Length: 4"}
-        assert body == b"sent"
+        assert ask(f"{url}/path?x=1", body=[1]) == b"body"
+        head = request().partition(b"\r\n\r\n")[0].decode().split("\r\n")
+        assert head[0] == "POST /path?x=1 HTTP/1.1"
+        assert {
+            f"Host: {url[7:]}",
+            "Authorization: Bearer t",
+            "Content-Length: 3",
+            "Connection: close",
+        } < set(head)
 
 
 def test_an_answer_without_a_length_ends_with_the_connection() -> None:
     with answering(b"HTTP/1.1 200\r\n\r\n", b"all of it") as (url, request):
-        assert exchange(url, {}, None, SOON_S, None, MOST).body == b"all of it"
-        assert request().startswith(b"GET / HTTP/1.0\r\n")
+        assert ask(url) == b"all of it"
+        assert request().startswith(b"GET / HTTP/1.1\r\n")
 
 
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (b"", "the server closed the connection"),
-        (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", "gave no answer of HTTP"),
-        (b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n", "gave no answer of HTTP"),
-        (b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\ncut", "the connection after 3 of 9 bytes"),
-        (b"HTTP/1.0 200 OK\r\n\r\n" + bytes(70_000), "more than 1000 bytes"),
+        (b"", "Remote end closed connection"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", "SSH-2.0-OpenSSH_9.2"),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\ncut", "6 more bytes: cut off"),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 2000\r\n\r\n" + bytes(2000), "more than 1000 in all"),
     ],
 )
-def test_what_is_no_answer_is_an_error_of_the_connection(answer: bytes, reason: str) -> None:
-    with answering(answer) as (url, _), pytest.raises(OSError, match=reason):
-        exchange(url, {}, None, SOON_S, None, 1000)
+def test_what_is_no_answer_is_an_error_of_the_connection(
+    answer: bytes, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "MAX_ANSWER", 1000)
+    with answering(answer) as (url, _), pytest.raises(URLError, match=reason):
+        ask(url)
 
 
-@pytest.mark.parametrize("path", ["/a b", "/a\r\nX: y", "/\u00fc"])
+@pytest.mark.parametrize("path", ["/a b", "/a\x00b", "/\u00fc"])
 def test_a_path_cannot_end_the_line(path: str) -> None:
     with pytest.raises(InvalidUsageError, match="printable ASCII"):
-        exchange(f"http://127.0.0.1:1{path}", {}, None, SOON_S, None, MOST)
+        ask(f"http://127.0.0.1:1{path}")
 
 
 def test_a_redirect_is_a_refusal_and_the_token_goes_nowhere_else() -> None:
