@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
-import store_backend
 import torch
 from torch.distributed import Backend
 from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+# Programs such as `python -m drill` do not have the path that pytest is configured with.
+sys.path.append(str(Path(__file__).parents[2] / "examples" / "custom_backend"))
+import store_backend
 
 taken_options: list[Any] = []
 """Second arguments of the creator with the extended interface."""
