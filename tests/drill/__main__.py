@@ -10,6 +10,7 @@ death to the error on a survivor, and exits with 1 if a cell failed.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -64,6 +65,7 @@ def main() -> int:
     parser.add_argument("--transports", nargs="+", default=TRANSPORTS, choices=TRANSPORTS)
     parser.add_argument("--operations", nargs="+", default=list(OPERATIONS), choices=list(OPERATIONS))
     given = parser.parse_args()
+    os.environ["DIST2_INCIDENTS"] = "0"  # the thread that looks for waits stays until its process ends
     columns = [(ranks, transport) for ranks in given.ranks for transport in given.transports]
     figures = Figures()
     with tempfile.TemporaryDirectory(prefix="dist2-drill-") as folder:

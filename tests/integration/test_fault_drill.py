@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from drill.cells import FAULT_CELLS, STORY_CELLS, Cell, FaultCell, Performance, StoryCell
 from drill.crew import Crew
+from support.programs import ROOT, run
 from support.time_limits import failure
 
 LIMIT_S = 40.0
@@ -42,3 +44,12 @@ def test_a_fault_in_an_operation(crew: Crew, cell: FaultCell, transport: str, tm
 @pytest.mark.parametrize("cell", STORY_CELLS, ids=str)
 def test_a_change_of_members(crew: Crew, cell: StoryCell, transport: str, tmp_path: Path) -> None:
     play(crew, cell, transport, tmp_path)
+
+
+def test_the_program_for_all_cells() -> None:
+    """Without pytest: its paths and environment are not those of a user."""
+    program = ["env", "-u", "DIST2_INCIDENTS", sys.executable, "-m", "drill"]
+    arguments = ["--ranks", "2", "--transports", "shm", "--operations", "barrier"]
+    ended = run([*program, *arguments], timeout_s=50, variables={"PYTHONPATH": f"{ROOT}/tests"})
+    assert ended.code == 0, ended
+    assert "3 cells, 0 failures" in ended.output, ended
