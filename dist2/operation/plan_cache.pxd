@@ -3,7 +3,7 @@ from dist2.operation.tensors cimport KeyedPlans
 
 
 cdef class Lane:
-    cdef int send(self, const char *address) except -1
+    cdef int send(self, const char *address, long long now) except -1
     cdef int sent(self, Operation operation, int sent) except -1
 
 

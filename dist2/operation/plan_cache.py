@@ -34,11 +34,12 @@ Arguments = Sequence[Any]
 class Lane:
     """An ``execute`` that sends a message before it is recorded: its receiver does not wait for that."""
 
-    def send(self, address: int) -> int:
+    def send(self, address: int, now: int) -> int:
         """Send the bytes at an address if nothing prevents it.
 
         Args:
             address: Where the message lies.
+            now: The start of the call.
 
         Returns:
             1; 2 if the receiver has to be woken; 0, with nothing done.

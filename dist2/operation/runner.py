@@ -281,7 +281,7 @@ class OperationRunner:
         if plan.lane is None or not self._takes_calls():
             return None
         now = cython.declare(cython.longlong, monotonic_ns())
-        sent = plan.lane.send(cython.cast("const char *", address))
+        sent = plan.lane.send(cython.cast("const char *", address), now)
         if not sent:
             return None
         operation = begin(plan.signature, now, self.state.limit_ns, async_op, self.here)

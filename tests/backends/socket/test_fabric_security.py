@@ -17,6 +17,7 @@ from support.captured_logs import logged, refusals_in
 from support.fabrics import World
 from support.threads import ends_of
 
+from dist2.backends.socket.transport import poller
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links import acceptor
 from dist2.backends.socket.transport.links.card import Card
@@ -214,8 +215,11 @@ def test_a_rank_that_calls_long_after_the_other_was_refused_learns_why(
         exchange(pair.endpoints[late], 10)
 
 
-def test_who_writes_to_a_port_that_has_refused_it_learns_why(make: Callable[..., World]) -> None:
+def test_who_writes_to_a_port_that_has_refused_it_learns_why(
+    make: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The connection is reset, and frames that were sent before still count."""
+    monkeypatch.setattr(poller, "_GLANCE_NS", 1 << 62)
     pair = make(KNOWS, NONE)
     _, second = pair.endpoints
     before = counted("no_secret_there")

@@ -10,7 +10,7 @@ import pytest
 from support.endpoint_pairs import PRINT, Side, text, two_sides
 from support.time_limits import in_time
 
-from dist2.backends.socket.transport import shared_memory
+from dist2.backends.socket.transport import poller, shared_memory
 from dist2.backends.socket.transport.rounds import BUSY_ROUNDS
 
 pytestmark = pytest.mark.skipif(not shared_memory.available(), reason="needs shared memory")
@@ -57,3 +57,21 @@ def test_nobody_sleeps_after_a_round_that_moved_something(sides: tuple[Side, Sid
     in_time(time.monotonic() - start, FAR_S)
     for number in range(2 * BUSY_ROUNDS):
         assert two.take_long_way() == text(number)
+
+
+def test_a_collective_looks_around_less_often_than_a_message(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message for it may stay in the socket until its receive is posted."""
+    _, two = sides
+    looking, now = two.node._fabric.poller, time.monotonic_ns()
+    monkeypatch.setattr(poller, "monotonic_ns", lambda: now)
+    found = []
+    for seq, ms in enumerate((10_000, 50, 60), start=1):
+        now += ms * 1_000_000
+        two.endpoint.begin(seq, PRINT)
+        found.append(looking._glanced_ns == now)
+    now += 50 * 1_000_000
+    receiving = two.endpoint.recv_tagged(two.peer, 1, PRINT, memoryview(bytearray(1)))
+    two.endpoint.cancel([receiving])
+    assert [*found, looking._glanced_ns == now] == [True, False, True, True]

@@ -18,6 +18,7 @@ cdef class Poller:
     cdef public long _waiters
     cdef long _told, _looks
     cdef bint _background_polls
+    cdef readonly long long _glanced_ns
     cdef public long long _called_ns
 
     cpdef tell_waiters(self)
@@ -27,5 +28,5 @@ cdef class Poller:
     cdef _wait_for_role(self, object done, double left_s)
     cpdef bint is_wanted(self) except -1
     cpdef progress(self, double timeout_s)
-    cpdef note_call(self)
+    cpdef glance(self, bint seldom=*)
     cpdef tell_finished(self)

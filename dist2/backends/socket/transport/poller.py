@@ -31,6 +31,9 @@ check_built(__name__, __file__)
 
 _POLL_S = 0.05
 _LOOKS = 20
+_GLANCE_NS = 20_000_000
+_SELDOM_NS = 100_000_000
+"""Time without a poll after which a glance reads the links."""
 _CALLED_NS = 2_000_000
 """After a call that posts or waits, it is taken that the next one comes soon, and polls by itself."""
 
@@ -90,6 +93,7 @@ class Poller:
         self._background = background
         self._background_polls = False
         self._looks = 0
+        self._glanced_ns = 0
         self._called_ns = 0
 
     @property
@@ -140,9 +144,17 @@ class Poller:
         self._rounds.make(timeout_s)
         self.tell_finished()
 
-    def note_call(self) -> None:
-        """Take in that a thread has posted a message: it will probably wait."""
-        self._called_ns = monotonic_ns()
+    def glance(self, seldom: bool = False) -> None:
+        """Process arrived frames if no thread has for 20 ms: an operation that never waits must learn of
+        deaths and mismatches as well.
+
+        Args:
+            seldom: If no thread has for 100 ms.
+        """
+        self._called_ns = now = monotonic_ns()
+        if now - self._glanced_ns >= (_SELDOM_NS if seldom else _GLANCE_NS):
+            self._glanced_ns = now
+            self.attend()
 
     def attend(self) -> None:
         """Make progress without waiting, unless another thread does."""

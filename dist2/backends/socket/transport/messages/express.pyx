@@ -38,6 +38,7 @@ cdef enum:
     TOTAL_AT = 48       # in it: the length of the message, or the number of received bytes
     LONG_BYTES = 32 << 10  # moved without the interpreter lock
     YIELD_NS = 1000000  # how long a waiter yields before it sleeps
+    GLANCE_NS = 1000000  # between two calls of `Poller.glance`, which does periodic checks
 
 assert (HEADER_BYTES, TOTAL_AT) == (len(Header(Kind.CREDIT).encode()), HEADER_BYTES - 8)
 cdef long long REPORTED = REPORTED_BYTES
@@ -68,7 +69,7 @@ cdef class Express:
     cdef tuple key, key_of_any
     cdef bytes header, received
     cdef Account account
-    cdef long long nbytes, cost, credit
+    cdef long long nbytes, cost, credit, glanced_ns
     cdef long rank, spins, lone_spins
     cdef bint is_told, reported
     cdef Together together
@@ -102,10 +103,12 @@ cdef class Express:
 
     def send(self, size_t address):
         """Send memory by its address; False, with nothing done, if it must be queued or announced."""
-        return self.send_from(<const char *>address)
+        return self.send_from(<const char *>address, clock_ns())
 
-    cdef bint send_from(self, const char *payload) except -1:
+    cdef bint send_from(self, const char *payload, long long now) except -1:
+        """Send a message; ``now`` is the start of the call."""
         cdef Link link
+        self.glance(now)
         self.lock.enter()
         try:
             link = self.outgoing.get(self.fabric_id)
@@ -117,9 +120,9 @@ cdef class Express:
         wake(link, tx, READER_SLEEPS)
         return True
 
-    cdef int send_first(self, const char *payload) except -1:
+    cdef int send_first(self, const char *payload, long long now) except -1:
         """Send a short message without Python code: as `Lane.send`."""
-        if self.nbytes >= LONG_BYTES or not self.lock.take():
+        if self.nbytes >= LONG_BYTES or now - self.glanced_ns > GLANCE_NS or not self.lock.take():
             return 0
         try:
             tx = self.way_out(self.outgoing.get(self.fabric_id))
@@ -128,6 +131,13 @@ cdef class Express:
         finally:
             self.lock.give()
         return 2 if read_word(&tx.ring.words[READER_SLEEPS]) else 1
+
+    cdef int glance(self, long long now) except -1:
+        """Let the poller do its periodic checks, which operations that never wait have to call."""
+        if now - self.glanced_ns > GLANCE_NS:
+            self.glanced_ns = now
+            self.poller.glance()
+        return 0
 
     cdef RingWriter way_out(self, Link link):
         """Return the ring for a message, if nothing prevents it. With the lock."""
@@ -359,7 +369,7 @@ cdef class Carrier(Lane):
         else:
             address = tensor.data_ptr()
         if self.sends:
-            carried = self.express.send_from(<char *>address)
+            carried = self.express.send_from(<char *>address, operation.created_ns)
         elif operation._is_async:
             carried = self.express.take_to(<char *>address)
         else:
@@ -370,8 +380,8 @@ cdef class Carrier(Lane):
             operation.source = self.express.rank
         return None
 
-    cdef int send(self, const char *address) except -1:
-        return self.express.send_first(address) if self.sends else 0
+    cdef int send(self, const char *address, long long now) except -1:
+        return self.express.send_first(address, now) if self.sends else 0
 
     cdef int sent(self, Operation operation, int sent) except -1:
         self.messenger.last = operation

@@ -58,6 +58,7 @@ class ExpressAny:
         crowd, end_ns, now = poller.crowd, 0, 0
         while not rings.have_bytes(looks):
             if not end_ns:
+                poller.glance()
                 now = monotonic_ns()
                 end_ns = min(now + AWAKE_NS, deadline_ns)
             if now >= end_ns or crowd.is_here(now) or poller.is_wanted() or ctrl_c.pending:
