@@ -73,6 +73,8 @@ class Calls:
         told: Fingerprints with a description already sent, by member.
         introduced: Received descriptions of fingerprints, by the sender's group rank.
         met: The latest collective that ended here and that no rank ends before all have called it.
+        put_off_ns: Messages between others did not match: the group fails when the current collective has
+            ended, or at this monotonic nanosecond if it does not; 0 if the group is not to fail.
         probes: Calls of blocked members that this rank has not made yet, by group rank.
         witness: Returns the last operation of a member, if collectives use no messages.
         elsewhere: For members without an operation of this group: whether they have made it, in words.
@@ -90,6 +92,7 @@ class Calls:
         self.told: defaultdict[int, set[int]] = defaultdict(set)
         self.introduced: dict[tuple[int, int], Call] = {}
         self.met = 0
+        self.put_off_ns = 0
         self.probes: dict[int, Called] = {}
         self.witness: Callable[[int], str] | None = None
         self.elsewhere: dict[int, str] = {}

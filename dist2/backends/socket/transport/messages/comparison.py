@@ -6,6 +6,7 @@ bring them. A rank that finds a difference notifies all members.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import attrs
@@ -21,6 +22,9 @@ from dist2.backends.socket.transport.messages.transfer import Receiving
 from dist2.backends.socket.wire import TAGGED, TEXT_BYTES, Header, Kind
 from dist2.errors import MismatchError, PeerLostError, ResourceError
 from dist2.operation.description import MAX_BYTES, Call
+
+PUT_OFF_NS = 100_000_000
+"""How long a collective may take to end where messages did not fit: all that it needs may be on its way."""
 
 MAX_TOLD = 4096
 """Fingerprints that a member is remembered to know."""
@@ -198,11 +202,19 @@ class Comparison:
                 own = called_in_message(mailbox, "send", peer, header.transfer)
             self._report(mailbox, own, tagged=True)
         elif tagged:  # it is between others
-            if mailbox.fault is None:  # those two have told all members themselves
-                mailbox.calls.mine = mailbox.calls.describe(None, 0)
-                self._outcomes.fail(mailbox, explained(mailbox.calls))
+            if mailbox.waits_for_collective():
+                mailbox.calls.put_off_ns = time.monotonic_ns() + PUT_OFF_NS
+            else:
+                self.put_off_no_more(mailbox)
         elif mailbox.calls.has_begun(header.seq) or mailbox.waits_for_messages_only():
             self.report(mailbox, header.seq)
+
+    def put_off_no_more(self, mailbox: Mailbox) -> None:
+        """Fail the group over messages between other ranks, which have notified all members themselves."""
+        mailbox.calls.put_off_ns = 0
+        if mailbox.fault is None:
+            mailbox.calls.mine = mailbox.calls.describe(None, 0)
+            self._outcomes.fail(mailbox, explained(mailbox.calls))
 
     # Introductions
 

@@ -139,6 +139,8 @@ class FabricEndpoint:
         elif seq == 1 and mailbox.origin is not None:
             with self._lock:
                 self._fabric.origins.announce(mailbox)
+        if mailbox.calls.put_off_ns:
+            self._inquiry.put_off_no_more()
 
     def send(self, peer: int, seq: int, step: int, fingerprint: int, data: memoryview) -> Transfer:
         """Post a message of a collective. ``data`` must stay unchanged until it is done."""
@@ -245,6 +247,8 @@ class FabricEndpoint:
             pause = min(deadline_ns, monotonic_ns() + pause_ns)
             if self._poll_until(done, pause):
                 return True
+            if self._inquiry.is_overdue:
+                self._inquiry.put_off_no_more()
             if self._interrupted() or monotonic_ns() >= deadline_ns:
                 return False
             with self._lock:
@@ -276,6 +280,8 @@ class FabricEndpoint:
         """
         if self._poller.run_until(done, until_ns, self._interrupted, spins):
             return True
+        if self._inquiry.is_overdue:
+            self._inquiry.put_off_no_more()
         if self._interrupted():
             self._give_up([])
         return False
@@ -318,7 +324,7 @@ class FabricEndpoint:
 
     def _interrupted(self) -> bool:
         mailbox = self._mailbox
-        return mailbox.aborted is not None or mailbox.fault is not None
+        return mailbox.aborted is not None or mailbox.fault is not None or self._inquiry.is_overdue
 
     def _give_up(self, transfers: Sequence[Transfer]) -> None:
         """Cancel unfinished messages, and raise the cause: the group failed, or the deadline passed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from time import monotonic_ns
 
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.messages.departures import aborted_error, left_error
@@ -30,10 +31,23 @@ class Inquiry:
         self._fabric = fabric
         self._mailbox = mailbox
 
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the group should have failed by now, but for a collective that does not end."""
+        return 0 < self._mailbox.calls.put_off_ns < monotonic_ns()
+
+    def put_off_no_more(self) -> None:
+        """Fail the group over messages between others: see `Comparison.put_off_no_more`."""
+        with self._fabric.lock:
+            self._fabric.comparison.put_off_no_more(self._mailbox)
+
     def explain(self, error: BaseException) -> BaseException:
         """Return the error for the waiter: a mismatch is completed with the calls of the others."""
         if self._mailbox.apart is not None:
             return self._mailbox.apart
+        if self._mailbox.calls.put_off_ns:  # possibly the reason of a departure
+            self.put_off_no_more()
+            error = self._mailbox.fault or error
         if isinstance(error, PeerLostError):
             self.hear_out(error.ranks)
             error = self._mailbox.fault or self._as_told(error)

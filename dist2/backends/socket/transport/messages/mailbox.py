@@ -304,6 +304,10 @@ class Mailbox:
     def _all_accounts(self) -> list[Account]:
         return [account for accounts in self.accounts for account in list(accounts.values())]
 
+    def waits_for_collective(self) -> bool:
+        """Whether messages of a collective are pending."""
+        return any(not message.tagged for message in self.pending())
+
     def waits_for_messages_only(self) -> bool:
         """Whether point-to-point messages are pending, and nothing of a collective, which may still end."""
         pending = self.pending()
