@@ -105,13 +105,15 @@ def _damage(fd: int) -> int:
     ("case", "algorithm", "copies"), [(SLOT, "flat", 1), (RING, "direct", 2)], ids=["slot", "ring"]
 )
 def test_a_bit_flipped_in_shared_memory_is_named(case: Case, algorithm: str, copies: int) -> None:
-    damaged = threading.Event()
+    held, damaged = threading.Event(), threading.Event()
 
     def body(pg: ProcessGroup) -> None:
         pg.all_gather_single(torch.empty(3), torch.ones(1))  # all have met: rank 0 need not wait now
         if pg.rank() == 2:
             with pg.backend._node._fabric.poller.role:  # type: ignore[attr-defined]  # nothing of its rings is read meanwhile
+                held.set()
                 assert damaged.wait(LIMIT_S)
+        assert held.wait(LIMIT_S)
         work, arrived = case.call(pg, async_op=True)
         if pg.rank() == 1:
             deadline, found = time.monotonic() + LIMIT_S, 0
