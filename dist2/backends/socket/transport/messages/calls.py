@@ -14,6 +14,8 @@ from dist2.runtime.rank_names import RANKS, RankNames
 
 REMEMBERED = 64
 """Operations whose fingerprints are kept at least, for messages that come after their end."""
+UNKNOWN = 2**64 - 1
+"""In place of a fingerprint: it is known by its parts alone, and differs only from those that say so."""
 INTRODUCED = 1024
 """Fingerprints whose meaning is kept, of all members together."""
 
@@ -24,7 +26,7 @@ class Called:
 
     Attributes:
         seq: Number of the operation.
-        fingerprint: Its fingerprint; 0 where that is not known.
+        fingerprint: Its fingerprint; `UNKNOWN` where shared memory has shown the call.
         text: The call, in words.
         call: The call, in parts.
     """
@@ -109,7 +111,7 @@ class Calls:
 
     def take(self, error: MismatchError) -> None:
         """Take in which calls differ from an error that tells the calls of all members."""
-        said = {rank: Called(call.seq, 0, call.text, call) for rank, call in error.calls.items()}
+        said = {rank: Called(call.seq, UNKNOWN, call.text, call) for rank, call in error.calls.items()}
         self.mine = said.pop(self.rank, NOTHING_YET)
         self.described.update(said)
         self.offenders.update(error.actual)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from dist2.backends.socket.transport.messages.calls import Called, Calls
+from dist2.backends.socket.transport.messages.calls import UNKNOWN, Called, Calls
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.errors import MismatchError, OperationTimeoutError, ResourceError
 from dist2.operation.description import Call, describe_calls, describe_difference
@@ -33,7 +33,8 @@ def differing(calls: Calls) -> dict[int, Called]:
     return {
         rank: called
         for rank, called in calls.described.items()
-        if rank in calls.offenders or (called.fingerprint and (called.seq, called.fingerprint) != mine)
+        if rank in calls.offenders
+        or (called.fingerprint != UNKNOWN and (called.seq, called.fingerprint) != mine)
     }
 
 
