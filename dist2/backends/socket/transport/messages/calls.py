@@ -15,7 +15,7 @@ from dist2.runtime.rank_names import RANKS, RankNames
 REMEMBERED = 64
 """Operations whose fingerprints are kept at least, for messages that come after their end."""
 UNKNOWN = 2**64 - 1
-"""In place of a fingerprint: it is known by its parts alone, and differs only from those that say so."""
+"""In place of a fingerprint: such a call differs only from calls that are known to differ from it."""
 INTRODUCED = 1024
 """Fingerprints whose meaning is kept, of all members together."""
 

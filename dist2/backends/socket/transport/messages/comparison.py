@@ -127,17 +127,19 @@ class Comparison:
         self._outcomes.fail(mailbox, mailbox.fault)
 
     def _tell_mismatch(self, mailbox: Mailbox, called: Called, tagged: bool, theirs: int) -> None:
+        payload = self._payload(mailbox, called)
         for rank in range(len(mailbox.fabric_ids)):
             if rank != mailbox.rank and rank not in mailbox.left:
                 number = theirs if rank in mailbox.calls.offenders else 0
-                self._tell(mailbox, rank, called, TAGGED if tagged else 0, number)
+                self._tell(mailbox, rank, called, payload, TAGGED if tagged else 0, number)
 
-    def _tell(self, mailbox: Mailbox, rank: int, called: Called, flags: int = 0, theirs: int = 0) -> None:
+    def _tell(
+        self, mailbox: Mailbox, rank: int, called: Called, payload: bytes, flags: int = 0, theirs: int = 0
+    ) -> None:
         try:
             link = self._courier.reach(mailbox, rank)
         except (PeerLostError, ResourceError):
             return  # its death is reported elsewhere
-        payload = called.call.encode() + self._accusations(mailbox)
         header = Header(
             Kind.MISMATCH,
             flags,
@@ -166,18 +168,18 @@ class Comparison:
         """Tell a member that waits that calls of a collective differ, if the group failed here for that."""
         called = mailbox.calls.mine
         if called.call.op not in ("", "send", "recv"):  # of messages that differ all members were told
-            self._tell(mailbox, rank, called)
+            self._tell(mailbox, rank, called, self._payload(mailbox, called))
 
     @staticmethod
-    def _accusations(mailbox: Mailbox) -> bytes:
-        """Return a line for each rank that called something else, as far as known and as many as fit."""
+    def _payload(mailbox: Mailbox, called: Called) -> bytes:
+        """Return this rank's call, and a line for each rank that called something else: as many as fit."""
         lines = b""
         for rank in sorted(mailbox.calls.offenders):
             described = mailbox.calls.described.get(rank)
             line = b"\n%d " % rank + (described.call.encode() if described is not None else b"")
             if len(lines) + len(line) <= TEXT_BYTES - MAX_BYTES:
                 lines += line
-        return lines
+        return called.call.encode() + lines
 
     def on_mismatch(
         self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
