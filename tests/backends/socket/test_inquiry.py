@@ -90,6 +90,30 @@ def test_where_others_are_to_blame_their_word_is_waited_for(
     assert isinstance(ended, GroupRevokedError), ended
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_collective_names_who_left_without_it_and_not_who_left_for_that(world: World, late: bool) -> None:
+    """The departure of rank 2 is a consequence of that of rank 1, and may be heard first."""
+    first, second, third = world.group()
+    together(lambda: greet(first, 1), lambda: greet(second, 0))
+    together(lambda: greet(first, 2), lambda: greet(third, 0))
+    for called in (first, third):
+        called.begin(1, 7)
+    receiving = first.recv(2, 1, 0, 7, memoryview(bytearray(1)))
+
+    def leave() -> None:
+        if not late:
+            second.close()
+        third.broken_by(PeerLostError("rank 1 left the group", ranks=[1]))
+        third.close()
+        while not first.why([2]):
+            pass
+        second.close()
+
+    ended, _ = ends_of(lambda: first.wait([receiving], deadline_in(60.0)), leave)
+    assert isinstance(ended, PeerLostError)
+    assert ended.ranks == (1,), ended
+
+
 def test_who_is_aborted_itself_waits_for_nobody(world: World) -> None:
     first, *_ = world.group()
 

@@ -234,11 +234,10 @@ class FabricEndpoint:
         self._poller.tell_finished()
         if not complete:
             self._give_up(transfers)
-        errors = (transfer.error for transfer in (*transfers, *beside) if transfer.error is not None)
-        failed = next(errors, None)
-        if failed is not None:
-            self.cancel(transfers)
-            raise self._inquiry.explain(failed)
+        for failed in (*transfers, *beside):
+            if failed.error is not None:
+                self.cancel(transfers)
+                raise self._inquiry.explain(failed.error, of_collective=not failed.tagged)
 
     def _run_until(self, done: Callable[[], bool], deadline_ns: int) -> bool:
         """Make progress until ``done()``, telling the other members when that takes long."""

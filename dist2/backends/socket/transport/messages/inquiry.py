@@ -41,36 +41,50 @@ class Inquiry:
         with self._fabric.lock:
             self._fabric.comparison.put_off_no_more(self._mailbox)
 
-    def explain(self, error: BaseException) -> BaseException:
-        """Return the error for the waiter: a mismatch is completed with the calls of the others."""
+    def explain(self, error: BaseException, of_collective: bool = False) -> BaseException:
+        """Return the error for the waiter: a mismatch is completed with the calls of the others.
+
+        Args:
+            error: The error of the group, or of a message.
+            of_collective: The message belongs to a collective. If its peer called the collective, and left
+                because of another member, that member is named.
+        """
         if self._mailbox.apart is not None:
             return self._mailbox.apart
         if self._mailbox.calls.put_off_ns:  # possibly the reason of a departure
             self.put_off_no_more()
             error = self._mailbox.fault or error
         if isinstance(error, PeerLostError):
-            self.hear_out(error.ranks)
-            error = self._mailbox.fault or self._as_told(error)
+            self.hear_out(error.ranks, of_collective=of_collective)
+            error = self._mailbox.fault or self._as_told(error, of_collective)
         if isinstance(error, MismatchError):
             self._fabric.poller.run_until(self._all_described, deadline_in(_ALL_DESCRIBE_S), lambda: False)
             self._fabric.poller.run_until(self._is_explained, deadline_in(HEAR_S), lambda: False)
             return explained(self._mailbox.calls)
         return error
 
-    def _as_told(self, error: PeerLostError) -> PeerLostError:
-        """Return the error of a message that failed before its peer was known to have left."""
+    def _as_told(self, error: PeerLostError, of_collective: bool) -> PeerLostError:
+        """Return the error of a message, by what is known now of its peer's departure and of others."""
         mailbox = self._mailbox
         if not error.ranks or not mailbox.left.issuperset(error.ranks):
             return error
-        told = left_error if mailbox.aborters.isdisjoint(error.ranks) else aborted_error
-        return told(mailbox, error.ranks)
+        ranks = (self._behind() if of_collective else None) or error.ranks
+        told = left_error if mailbox.aborters.isdisjoint(ranks) else aborted_error
+        return told(mailbox, ranks)
 
-    def hear_out(self, ranks: Collection[int], left: Collection[int] = ()) -> None:
+    def _behind(self) -> list[int]:
+        with self._fabric.lock:
+            return self._fabric.probes.behind(self._mailbox)
+
+    def hear_out(
+        self, ranks: Collection[int], left: Collection[int] = (), of_collective: bool = True
+    ) -> None:
         """Wait a moment for members to report the reasons of their departure.
 
         Args:
             ranks: Members with a report in flight.
             left: Members that have left; their report has come, if there is a link for it.
+            of_collective: A collective failed: one that left without calling it is reason enough.
         """
         poller, mailbox = self._fabric.poller, self._mailbox
         poller.attend()
@@ -79,7 +93,9 @@ class Inquiry:
             if mailbox.fault is not None:
                 return True
             silent = any(rank not in mailbox.left and rank not in mailbox.reasons for rank in ranks)
-            return not silent and not any(map(self._refers_to_others, (*ranks, *left)))
+            if silent or not any(map(self._refers_to_others, (*ranks, *left))):
+                return not silent
+            return of_collective and bool(self._behind())
 
         poller.run_until(heard, deadline_in(HEAR_S), lambda: mailbox.aborted is not None)
 
