@@ -12,6 +12,7 @@ import json
 import os
 import stat
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,8 @@ from dist2.runtime.other_process import Process
 
 NAMES = 8
 """Names of the folder of a user, of which other users may have taken some."""
+_here: deque[str] = deque(maxlen=16)
+"""The latest control planes of this process, also those that it has closed."""
 
 
 @attrs.frozen
@@ -93,8 +96,9 @@ def write(
     url: str, token: str, job: Job | None = None, beacon: Mapping[str, int] | None = None
 ) -> Path | None:
     """Write the token of a control plane of this process; return the file, or None if that is impossible."""
-    here = Process.here().text
-    content = {"url": url, "token": token, "process": here, "job": attrs.asdict(job or Job())}
+    _here.append(url)
+    process = Process.here().text
+    content = {"url": url, "token": token, "process": process, "job": attrs.asdict(job or Job())}
     text = json.dumps({**content, "beacon": dict(beacon or {})})
     with suppress(OSError):
         folder().mkdir(mode=0o700, exist_ok=True)
@@ -125,9 +129,22 @@ def token_at(url: str) -> str | None:
     return None if held is None else held.token
 
 
-def is_left(url: str) -> bool:
-    """Whether the file of a control plane is there: a process removes it at its exit."""
-    return _path_of(url).exists()
+def left_at(url: str) -> float:
+    """Return when the file of a control plane was written; 0 without one, as after an exit of its process."""
+    with suppress(OSError):
+        return _path_of(url).stat().st_mtime
+    return 0.0
+
+
+def urls_here() -> list[str]:
+    """Return the latest control planes of this process, also those that it has closed."""
+    return list(_here)
+
+
+def urls_of(job: str) -> list[str]:
+    """Return the control planes of a job on this host that run or were killed, and those of this process."""
+    files = folder().glob("*.json") if is_private(folder()) else ()
+    return [*_here, *(each.url for each in map(_read, files) if each is not None and each.job.uid == job)]
 
 
 def control_planes() -> list[ControlPlaneFile]:
@@ -146,11 +163,17 @@ def _path_of(url: str) -> Path:
 
 def _content_of(path: Path) -> ControlPlaneFile | None:
     """Return the content of a file; None if another user may have written it, or its process has ended."""
+    held = _read(path)
+    return None if held is None or held.process.has_ended else held
+
+
+def _read(path: Path) -> ControlPlaneFile | None:
+    """Return the content of a file; None if another user may have written it."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         if _is_private(path, stat.S_ISREG):
             held = json.loads(path.read_text())
             process = Process.read(held["process"])
-            if process is not None and not process.has_ended:
+            if process is not None:
                 return ControlPlaneFile(
                     str(held["url"]),
                     str(held["token"]),

@@ -22,7 +22,8 @@ from dist2.runtime.other_process import Process, has_ended, how_ended
 from dist2.runtime.rank_names import RANKS
 from observability import token_files
 from observability.commands.control_plane import ControlPlane, NoAnswerError, end_without_answer
-from observability.incidents.folders import latest, root_of
+from observability.commands.ps import age_of, latest_incidents
+from observability.incidents.folders import latest, latest_at, root_of
 from observability.token_files import ControlPlaneFile
 
 ENDED_WELL, FAILED = 0, 1
@@ -134,21 +135,30 @@ def end_unanswered(error: NoAnswerError, plane: ControlPlane | None) -> NoReturn
     if plane is None:
         end_without_answer(error)
     if isinstance(error.__cause__, OSError | Dist2Error) and not isinstance(error.__cause__, HTTPError):
-        end_without_answer(error, _advice())
+        advice = "; ask the control plane of another rank"
+        end_without_answer(error, advice + (_incident_at(plane.base) or _others()))
     with suppress(NoAnswerError, KeyError, TypeError):  # the page of a launcher outlives the ranks
         if (ended := Ending.told(plane.get_json("/job", ASK_S))) is not None:
             end_without_answer(NoAnswerError(f"{ended.sentence}. Its last state: dist2 top {plane.base}"))
-    end_without_answer(error)
+    end_without_answer(error, _incident_at(plane.base))  # another program may have the port now
 
 
-def _advice() -> str:
-    """Return what to ask besides: the latest incident, or the jobs that run."""
-    from observability.commands.ps import age_of, latest_incidents
+def _incident_at(url: str) -> str:
+    """Return in words the latest incident of a job that had a control plane at a URL; empty without one."""
+    root = root_of(Config.from_environment())
+    found = None if root is None else latest_at(root, url, token_files.left_at(url))
+    if found is None:
+        return ""
+    return (
+        f", or, if the job has ended, its incident, {age_of(found)} old: dist2 why {shlex.quote(str(found))}"
+    )
 
-    for path in latest_incidents()[:1]:
-        found = f"the latest incident here, {age_of(path)} old: dist2 why {path}"
-        return f"; ask the control plane of another rank, or, if the job has ended, {found}"
-    return "; ask the control plane of another rank: dist2 ps lists the jobs that run here"
+
+def _others() -> str:
+    """Return where other jobs and their incidents are, in words."""
+    if latest_incidents():
+        return "; no incident here is of a job with this URL: dist2 ps lists those of other jobs"
+    return ": dist2 ps lists the jobs that run here"
 
 
 def _same(one: token_files.Job, other: token_files.Job) -> bool:
@@ -159,7 +169,7 @@ def _same(one: token_files.Job, other: token_files.Job) -> bool:
 def _how(watched: _Watched) -> str:
     """Return how a process ended; where the kernel does not tell, an exit has removed its file."""
     how = how_ended(watched.pidfd)
-    return how if how != DIED or token_files.is_left(watched.url) else UNKNOWN
+    return how if how != DIED or token_files.left_at(watched.url) else UNKNOWN
 
 
 def _told(hows: Mapping[int, str]) -> str:

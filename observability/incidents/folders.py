@@ -11,19 +11,24 @@ import json
 import os
 import re
 import shutil
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import attrs
 
 from dist2.runtime.config import Config
 from observability import token_files
+from observability.access import is_loopback
 
 FORMAT = 1
 HEAD = "incident.json"
+URLS = "control_planes.txt"
+"""The control planes of the job, each in a line after its host: other hosts have the same local addresses."""
 JOIN_S = 60.0
 """Parts of one job that are written within this time belong to one incident."""
 MOST = 32
@@ -87,12 +92,14 @@ def joined(root: Path, job: str, name: str) -> Folder:
     with _locked(root):
         known = current(root, job)
         if known is not None:
+            add_urls(known, token_files.urls_here())
             return Folder(known, is_new=False)
         slug = re.sub(r"[^\w.]+", "-", name)[:40]
         path = root / f"{time.strftime('%Y%m%d-%H%M%S')}-{slug}-{_key(job)}"
         path.mkdir(mode=0o700, exist_ok=True)
         head = {"format": FORMAT, "job": job, "name": name, "at_s": time.time()}
         (path / HEAD).write_text(json.dumps(head))
+        add_urls(path, token_files.urls_of(job))
         _remove_old(root)
         return Folder(path, is_new=True)
 
@@ -106,6 +113,44 @@ def current(root: Path, job: str) -> Path | None:
 def latest(root: Path, job: str) -> Path | None:
     """Return the folder of the latest trouble of a job; None if it had none."""
     return next(iter(_of_job(root, job)), None)
+
+
+def latest_at(root: Path, url: str, after_s: float) -> Path | None:
+    """Return the folder of the latest trouble of a job that had a control plane at a URL; None without one.
+
+    Args:
+        root: Where incidents are.
+        url: Without a path. Another job may have had it before.
+        after_s: When the latest control plane there was started, as far as known, in seconds since 1970.
+    """
+    host, url = socket.gethostname(), url.replace("//localhost", "//127.0.0.1")
+    is_local = url.startswith("unix:") or is_loopback(urlsplit(url).hostname or "")
+    for path in newest(root):
+        known = [line.split(" ", 1) for line in _urls(path)]
+        if created(path) >= after_s and any(
+            each[-1] == url and not (is_local and each[0] != host) for each in known
+        ):
+            return path
+    return None
+
+
+def add_urls(path: Path, urls: Iterable[str]) -> None:
+    """Note control planes of the job of an incident.
+
+    Raises:
+        OSError: They cannot be written.
+    """
+    known, host = _urls(path), socket.gethostname()
+    lines = [line for line in dict.fromkeys(f"{host} {url}" for url in urls) if line not in known]
+    if lines:
+        with (path / URLS).open("a") as file:
+            file.write("".join(f"{line}\n" for line in lines))
+
+
+def _urls(path: Path) -> list[str]:
+    with suppress(OSError):
+        return (path / URLS).read_text(errors="replace").splitlines()
+    return []
 
 
 def _of_job(root: Path, job: str) -> list[Path]:
@@ -131,6 +176,9 @@ def named(root: Path, name: str, job: str) -> Path:
             path.mkdir(mode=0o700)
             head = {"format": FORMAT, "job": job, "name": name, "at_s": time.time()}
             (path / HEAD).write_text(json.dumps(head))
+            add_urls(path, token_files.urls_of(job))
+        else:
+            add_urls(path, token_files.urls_here())
         return path
 
 

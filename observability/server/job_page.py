@@ -18,6 +18,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
@@ -31,6 +33,7 @@ from dist2.errors import Dist2Error
 from dist2.runtime.config import LOOPBACK
 from observability import token_files
 from observability.client import Asker
+from observability.incidents.folders import add_urls
 from observability.server.answers import body_of, guarded, http_error
 from observability.server.app import page_routes
 from observability.server.auth import TokenAuth
@@ -120,6 +123,9 @@ class JobPage:
         headline, tone = f"The job has ended: {words}", "bad" if code else "good"
         self._job = {**self._job, "headline": headline, "tone": tone, "ended": ended}
         self._kept["/job"] = json.dumps(self._job).encode()
+        with suppress(OSError):  # the ranks may have failed before the page had found them
+            if incident:
+                add_urls(Path(incident), [self._base])
 
     def close(self) -> None:
         """Stop serving."""

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -237,12 +238,82 @@ def test_the_page_of_a_launcher_tells_how_the_job_ended(
         page.close()
 
 
-@pytest.mark.parametrize("command", [["top"], ["why"], ["query", "select 1"]])
+COMMANDS = [["top"], ["why"], ["query", "select 1"]]
+
+
+def unanswered_at(url: str, command: list[str]) -> str:
+    """Ask a control plane that is gone by a command; return its line."""
+    ended = CliRunner().invoke(cli, [command[0], url, *command[1:]])
+    assert ended.exit_code == NO_ANSWER
+    assert len(ended.output.splitlines()) == 1
+    return ended.output
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_url_that_is_gone_leads_to_the_incident_of_its_job(
+    command: list[str], start: Callable[[int], Process]
+) -> None:
+    root, killed, failed = token_files.folder() / "incidents", start(0), start(1)
+    killed.kill()
+    mine = folders.joined(root, "uid-of-the-job", "job").path
+    failed.exit(1)
+    folders.joined(root, "uid-of-another", "other")
+    for each in killed, failed:
+        told = unanswered_at(each.url.replace("127.0.0.1", "localhost"), command)
+        assert "or, if the job has ended, its incident, " in told
+        assert told.endswith(f" old: dist2 why {mine}\n")
+    assert " t\n" not in (mine / folders.URLS).read_text()
+    assert "no incident here is of a job with this URL" in unanswered_at("http://127.0.0.1:1", command)
+
+
+def test_an_incident_is_not_of_a_later_job_at_its_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("DIST2_INCIDENTS", raising=False)
+    root, local, remote = token_files.folder() / "incidents", "unix://%2Fa", "http://10.0.0.1:1234"
+    first = folders.joined(root, "a", "first").path
+    folders.add_urls(first, [local, remote])
+    assert folders.latest_at(root, local, 0.0) == first
+    assert str(first) in unanswered_at(local, ["why"])
+    token_files.write(local, "t")  # by a job that was killed
+    os.utime(token_files._path_of(local), (2**32, 2**32))
+    assert "no incident here is of a job with this URL" in unanswered_at(local, ["why"])
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    assert folders.latest_at(root, local, 0.0) is None, "it is an address of another host"
+    assert folders.latest_at(root, remote, 0.0) == first
+    second = folders.joined(root, "b", "second").path
+    folders.add_urls(second, [remote])
+    assert folders.latest_at(root, remote, 0.0) == second
+
+
+def test_ranks_add_their_control_planes_to_an_incident_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(token_files, "_here", [])
+    root = token_files.folder() / "incidents"
+    made = folders.joined(root, "a", "job").path
+    closed = token_files.write("http://127.0.0.1:1", "t")
+    assert closed is not None
+    token_files.remove(closed)  # as an error leaves a block, before the interpreter has ended
+    for _ in range(2):
+        assert folders.joined(root, "a", "job").path == made
+        folders.named(root, made.name, "a")
+    assert [line.split()[1] for line in (made / folders.URLS).read_text().splitlines()] == [
+        "http://127.0.0.1:1"
+    ]
+    page = JobPage(lambda: "nowhere")
+    try:
+        page.ended("rank 1 failed", 1, str(made))
+        assert folders.latest_at(root, page.url.partition("/#")[0], 0.0) == made
+    finally:
+        page.close()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_job_that_has_left_nothing_leads_to_ps(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    ended = CliRunner().invoke(cli, [command[0], "http://127.0.0.1:1", *command[1:]])
-    assert ended.exit_code == NO_ANSWER
-    assert "dist2 ps lists the jobs that run here" in ended.output
-    assert len(ended.output.splitlines()) == 1
+    assert "dist2 ps lists the jobs that run here" in unanswered_at("http://127.0.0.1:1", command)
