@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from observability.commands.control_plane import ControlPlane, NoAnswerError, address, end_without_answer
+from observability.commands.ending import end_unanswered
 
 LIMIT_S = 60.0
 TRACE_S, PARTS_S = 60, 5
@@ -29,6 +30,7 @@ def trace(
     URL is that of any control plane of the job. Ends with 2 if that control plane does not answer.
     """
     seconds = seconds or (PARTS_S if parts else TRACE_S)
+    plane = None
     try:
         plane = ControlPlane.of(url, token, token_file)
         if parts:
@@ -36,7 +38,7 @@ def trace(
         body = plane.get(f"/trace?seconds={seconds}", LIMIT_S)
         told = json.loads(body)["otherData"]
     except NoAnswerError as error:
-        end_without_answer(error)
+        end_unanswered(error, plane)
     except (ValueError, KeyError) as error:
         end_without_answer(NoAnswerError(f"{url.partition('?')[0]} has no trace: {error}"))
     output.write_bytes(body)

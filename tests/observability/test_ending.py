@@ -238,7 +238,7 @@ def test_the_page_of_a_launcher_tells_how_the_job_ended(
         page.close()
 
 
-COMMANDS = [["top"], ["why"], ["query", "select 1"]]
+COMMANDS = [["top"], ["why"], ["query", "select 1"], ["trace"]]
 
 
 def unanswered_at(url: str, command: list[str]) -> str:
