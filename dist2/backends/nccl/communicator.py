@@ -10,14 +10,22 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Callable
+from time import monotonic_ns
 from typing import Any
 
 from dist2.backends.nccl.functions import UNIQUE_ID_BYTES, NcclFailure
 from dist2.backends.nccl.library import Library
 from dist2.errors import BackendError, Dist2Error, GroupAbortedError
+from dist2.runtime.deadline import remaining_s
 
+_BLOCKED_NS = 100_000_000
+"""A call that has been in NCCL for so long is taken for blocked: `abort` waits no longer for its return.
+
+Counted from its beginning, so it delays no error of an operation whose timeout is longer, and others by this
+much at most.
+"""
 _ABORT_S = 0.5
-"""How long `abort` waits for a call that another thread is in, before it breaks it off."""
+"""How long a second `abort` waits for the first."""
 
 
 class Communicator:
@@ -35,6 +43,8 @@ class Communicator:
         self.library = library
         self._calls = calls
         self._lock = threading.Lock()
+        self._called_ns = 0
+        self._aborting = threading.Lock()
         self._closed = False
         self._aborts = False
         self._had_no_handle = False
@@ -73,13 +83,13 @@ class Communicator:
         Raises:
             GroupAbortedError: The communicator is closed.
         """
-        handle: int = 0 if self._closed else self._calls.comm
+        handle: int = 0 if self._closed or self._aborts else self._calls.comm
         if not handle:
             raise _closed()
         return handle
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._closed or self._aborts:
             raise _closed()
 
     def issue(self, steps: Callable[[Any], None]) -> None:
@@ -90,6 +100,7 @@ class Communicator:
             BackendError: NCCL refused a call.
         """
         with self._lock:
+            self._called_ns = monotonic_ns()
             assert self.handle
             try:
                 steps(self._calls)
@@ -132,7 +143,8 @@ class Communicator:
         if not self._lock.acquire(blocking=False):
             return None  # a call or an abort is under way
         try:
-            if not self._closed:
+            self._called_ns = monotonic_ns()
+            if not (self._closed or self._aborts):
                 self._calls.check_async_error()
         except Exception as error:  # noqa: BLE001 - cupy raises a KeyError for codes it does not know
             return failure(self.library, error)
@@ -143,20 +155,29 @@ class Communicator:
     def abort(self) -> None:
         """Abort running operations, and free. Idempotent; a second thread waits for the first.
 
+        A call that another thread has just begun may return first: until then NCCL uses the handle. One that
+        blocks is broken off, and returns an error.
+
         Where another thread has just begun to connect, there is no handle yet to abort by: call this again
         until that thread has returned.
         """
         if self._closed and not self._aborts:
             return  # it is being destroyed, which may take as long as other ranks do
-        taken = self._lock.acquire(timeout=_ABORT_S)  # else a call blocks, which the abort ends
+        if not self._aborting.acquire(timeout=_ABORT_S):
+            return
         try:
-            if not self._closed or self._had_no_handle:
-                self._closed = self._aborts = True
-                self._had_no_handle = not self._calls.comm
-                self._calls.abort()
+            self._aborts = True  # first: a call that begins now sees this, or is seen by its `_called_ns`
+            taken = self._lock.acquire(timeout=remaining_s(self._called_ns + _BLOCKED_NS))
+            try:
+                if not self._closed or self._had_no_handle:
+                    self._closed = True
+                    self._had_no_handle = not self._calls.comm
+                    self._calls.abort()
+            finally:
+                if taken:
+                    self._lock.release()
         finally:
-            if taken:
-                self._lock.release()
+            self._aborting.release()
 
     def destroy(self) -> None:
         """Free, together with the other ranks: blocks until they do. Idempotent.

@@ -15,6 +15,7 @@ from support import nccl_stubs
 from support.threads import together
 from support.time_limits import in_time
 
+from dist2.backends.nccl import communicator
 from dist2.backends.nccl.communicator import Communicator
 from dist2.backends.nccl.library import Library
 from dist2.backends.nccl.meeting import Meeting
@@ -237,6 +238,88 @@ def test_abort_frees_who_waits(pair: list[Communicator]) -> None:
     assert not blocked.is_alive()
     with pytest.raises(GroupAbortedError):
         total(0, pair[0])
+
+
+class Calls:
+    """A communicator whose operation, and whose abort, take until they are released."""
+
+    comm = 1
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.entered, self.leaves = threading.Event(), threading.Event()
+        self.aborting, self.aborted = threading.Event(), threading.Event()
+
+    def work(self) -> None:
+        self.log.append("called")
+        self.entered.set()
+        self.leaves.wait(10)
+        self.log.append("returned")
+
+    def abort(self) -> None:
+        self.log.append("aborting")
+        self.aborting.set()
+        self.aborted.wait(10)
+        self.log.append("aborted")
+
+
+def started(call: Callable[[], object]) -> threading.Thread:
+    """Return a thread that calls a function."""
+    thread = threading.Thread(target=call)
+    thread.start()
+    return thread
+
+
+def test_abort_lets_a_call_return_that_has_just_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communicator, "_BLOCKED_NS", 30 * 10**9)
+    nothing: Any = None
+    calls = Calls()
+    calls.aborted.set()
+    one = Communicator(nothing, calls)
+    caller = started(lambda: one.issue(Calls.work))
+    calls.entered.wait(10)
+    aborter = started(one.abort)
+    assert not calls.aborting.wait(0.1)
+    with pytest.raises(GroupAbortedError):  # no call begins any more
+        assert one.handle
+    calls.leaves.set()
+    for each in (caller, aborter):
+        each.join(10)
+    assert calls.log == ["called", "returned", "aborting", "aborted"]
+
+
+def test_abort_breaks_a_call_off_at_once_that_has_lasted_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communicator, "_BLOCKED_NS", 200_000_000)
+    nothing: Any = None
+    calls = Calls()
+    calls.aborted.set()
+    one = Communicator(nothing, calls)
+    caller = started(lambda: one.issue(Calls.work))
+    calls.entered.wait(10)
+    time.sleep(0.2)  # it blocks
+    began_s = time.monotonic()
+    one.abort()
+    took_s = time.monotonic() - began_s
+    calls.leaves.set()
+    caller.join(10)
+    assert calls.log == ["called", "aborting", "aborted", "returned"]
+    in_time(took_s, 0.15)
+
+
+def test_a_second_abort_waits_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communicator, "_ABORT_S", 30.0)
+    nothing: Any = None
+    calls = Calls()
+    one = Communicator(nothing, calls)
+    first = started(one.abort)
+    calls.aborting.wait(10)
+    second = started(one.abort)
+    second.join(0.1)
+    assert second.is_alive()
+    calls.aborted.set()
+    for each in (first, second):
+        each.join(10)
+    assert calls.log == ["aborting", "aborted"]
 
 
 def test_asynchronous_errors_come_in_words(pair: list[Communicator]) -> None:
