@@ -144,3 +144,51 @@ def test_in_shared_memory_the_word_of_who_aborted_is_in_the_error(world: World) 
         members.close()
     assert isinstance(ended, PeerLostError)
     assert "rank 1 aborted the group (OSError: the disk is full)" in str(ended)
+
+
+def test_in_shared_memory_who_aborted_because_of_another_is_not_named(world: World) -> None:
+    """The abort of rank 1 is a consequence of that of rank 2, and may be seen first."""
+    endpoints = world.group()
+    members = Members(3)
+    for board, messages in zip(members.boards, endpoints, strict=True):
+        assert board.meeting.look_up()
+        board.listen(messages)
+    first, second, third = endpoints
+
+    def abort() -> None:
+        members.boards[1].abort(GroupAbortedError("by the test"))
+        listening(first)
+        fail(second, PeerLostError("rank 2 aborted the group", ranks=[2]))
+        while not first.why([1]):
+            pass
+        members.boards[2].abort(GroupAbortedError("by the test"))
+        fail(third, OSError("the disk is full"))
+
+    try:
+        ended, _ = ends_of(lambda: members.boards[0].fence(operation(0)), abort)
+    finally:
+        members.close()
+    assert isinstance(ended, PeerLostError)
+    assert ended.ranks == (2,), ended
+
+
+def test_a_group_that_was_aborted_because_of_a_departure_names_who_left() -> None:
+    """Rank 0 waits for a message of rank 3; rank 1 aborts because rank 2 has left without a collective."""
+    world = World([Fabric() for _ in range(4)])
+    try:
+        first, second, third, fourth = world.group()
+        for peer, other in enumerate((second, third, fourth), 1):
+            together(lambda peer=peer: greet(first, peer), lambda other=other: greet(other, 0))
+        for called in (first, second):
+            called.begin(1, 7)
+        receiving = first.recv_tagged(3, 0, 11, memoryview(bytearray(1)))
+
+        def leave() -> None:
+            third.close()
+            fail(second, PeerLostError("rank 2 left the group", ranks=[2]))
+
+        ended, _ = ends_of(lambda: first.wait([receiving], deadline_in(60.0)), leave)
+    finally:
+        world.close()
+    assert isinstance(ended, PeerLostError)
+    assert ended.ranks == (2,), ended

@@ -23,6 +23,11 @@ LINGER_S = 0.25
 its part of an operation that the others are about to complete."""
 
 
+UNANSWERED_S = 0.5
+"""Time without an answer at a member's address after which it counts as dead, unless it is found to have
+exited cleanly, or to have done its part."""
+
+
 class Departures:
     """Fails operations that need members that died, left their group or aborted it.
 
@@ -222,12 +227,42 @@ class Departures:
         now = time.monotonic()
         for mailbox in [each for each, end in self.deserted.items() if end <= now]:
             del self.deserted[mailbox]
-            self._outcomes.fail(mailbox, aborted_error(mailbox))
+            lagging = behind(mailbox)
+            if lagging and all(map(mailbox.follows, mailbox.aborters)):
+                self._outcomes.fail(mailbox, gone_error(mailbox, lagging))
+            else:
+                self._outcomes.fail(mailbox, aborted_error(mailbox))
 
 
 def _frame(text: str, flags: int = 0) -> bytes:
     payload = text.encode()[:TEXT_BYTES]
     return Header(Kind.DEATH, flags, nbytes=len(payload)).encode() + payload
+
+
+def did_not_call(mailbox: Mailbox, rank: int, at_least: int = 0) -> bool:
+    """Whether a member that is gone is known not to have called this rank's latest collective.
+
+    Others that know better say so within a while.
+
+    Args:
+        mailbox: The group.
+        rank: The member.
+        at_least: Number of a collective that it must have called.
+    """
+    now = time.monotonic()
+    since = mailbox.unanswered.setdefault(rank, now)
+    latest = max(mailbox.calls.latest, at_least)
+    return now - since >= UNANSWERED_S and mailbox.calls.seen[rank] < latest
+
+
+def behind(mailbox: Mailbox) -> list[int]:
+    """Return the members that have left without having called this rank's latest collective."""
+    return [rank for rank in sorted(mailbox.left) if did_not_call(mailbox, rank)]
+
+
+def first_of(mailbox: Mailbox, ranks: Sequence[int]) -> Sequence[int]:
+    """Return those of some departed members that did not leave because of others; all, if each did."""
+    return [rank for rank in ranks if not mailbox.follows(rank)] or ranks
 
 
 def lost_error(mailbox: Mailbox, dead: Mapping[str, str]) -> PeerLostError:
@@ -236,12 +271,19 @@ def lost_error(mailbox: Mailbox, dead: Mapping[str, str]) -> PeerLostError:
     return PeerLostError(mailbox.names.ended(ends), ranks=list(ends))
 
 
+def gone_error(mailbox: Mailbox, ranks: Sequence[int]) -> PeerLostError:
+    """Return the error that names the first of some members that closed or aborted the group."""
+    ranks = first_of(mailbox, ranks)
+    told = left_error if mailbox.aborters.isdisjoint(ranks) else aborted_error
+    return told(mailbox, ranks)
+
+
 def left_error(mailbox: Mailbox, ranks: Sequence[int]) -> PeerLostError:
     """Return the error that names members that closed the group."""
     return PeerLostError(f"{mailbox.names(ranks)} {left_words(mailbox.why(ranks))}", ranks=ranks)
 
 
 def aborted_error(mailbox: Mailbox, ranks: Sequence[int] = ()) -> PeerLostError:
-    """Return the error that names members that aborted the group: these, or all of them."""
-    ranks = ranks or sorted(mailbox.aborters)
+    """Return the error that names members that aborted the group: these, or the first of all."""
+    ranks = ranks or first_of(mailbox, sorted(mailbox.aborters))
     return PeerLostError(f"{mailbox.names(ranks)} aborted the group{mailbox.why(ranks)}", ranks=ranks)

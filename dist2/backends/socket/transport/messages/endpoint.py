@@ -10,7 +10,7 @@ from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links.card import Card
 from dist2.backends.socket.transport.messages.ballot import Ballot
 from dist2.backends.socket.transport.messages.calls import Describe
-from dist2.backends.socket.transport.messages.departures import left_error
+from dist2.backends.socket.transport.messages.departures import behind, gone_error
 from dist2.backends.socket.transport.messages.explaining import last_seen, left_words, overdue
 from dist2.backends.socket.transport.messages.given_up import GivenUp
 from dist2.backends.socket.transport.messages.inquiry import Inquiry
@@ -300,8 +300,8 @@ class FabricEndpoint:
         if not mailbox.left:
             return None
         with self._lock:
-            gone = self._fabric.probes.behind(mailbox) if peer is None else [peer]
-            return left_error(mailbox, gone) if mailbox.left.issuperset(gone) and gone else None
+            gone = behind(mailbox) if peer is None else [peer]
+            return gone_error(mailbox, gone) if mailbox.left.issuperset(gone) and gone else None
 
     def overdue(self, peers: Collection[int] | None = None) -> OperationTimeoutError:
         """Return the error of a wait whose time is up.
@@ -389,6 +389,10 @@ class FabricEndpoint:
         self._poller.attend()
         with self._lock:
             return last_seen(self._mailbox.calls, ranks)
+
+    def follows(self, rank: int) -> bool:
+        """Whether a member reports a failure over others: see `Mailbox.follows`."""
+        return self._mailbox.follows(rank)
 
     def why(self, ranks: Iterable[int]) -> str:
         """Return the reported causes of members for a broken group, as a suffix of a message."""

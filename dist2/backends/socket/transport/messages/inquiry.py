@@ -6,17 +6,15 @@ from collections.abc import Collection
 from time import monotonic_ns
 
 from dist2.backends.socket.transport.fabric import Fabric
-from dist2.backends.socket.transport.messages.departures import aborted_error, left_error
+from dist2.backends.socket.transport.messages.departures import behind, gone_error
 from dist2.backends.socket.transport.messages.explaining import HEAR_S, differing, explained
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
-from dist2.errors import GroupRevokedError, MismatchError, PeerLostError
+from dist2.errors import MismatchError, PeerLostError
 from dist2.runtime.deadline import deadline_in
 
 _ALL_DESCRIBE_S = 0.1
 """How long a mismatch waits for the calls of all members; it waits longer for those that the explanation
 needs."""
-_TOLD_TO_ALL = tuple(kind.__name__ for kind in (MismatchError, PeerLostError, GroupRevokedError))
-"""Errors that only one rank knows. Mismatches and losses reach all ranks, with better messages."""
 
 
 class Inquiry:
@@ -68,13 +66,11 @@ class Inquiry:
         mailbox = self._mailbox
         if not error.ranks or not mailbox.left.issuperset(error.ranks):
             return error
-        ranks = (self._behind() if of_collective else None) or error.ranks
-        told = left_error if mailbox.aborters.isdisjoint(ranks) else aborted_error
-        return told(mailbox, ranks)
+        return gone_error(mailbox, (self._behind() if of_collective else None) or error.ranks)
 
     def _behind(self) -> list[int]:
         with self._fabric.lock:
-            return self._fabric.probes.behind(self._mailbox)
+            return behind(self._mailbox)
 
     def hear_out(
         self, ranks: Collection[int], left: Collection[int] = (), of_collective: bool = True
@@ -93,15 +89,11 @@ class Inquiry:
             if mailbox.fault is not None:
                 return True
             silent = any(rank not in mailbox.left and rank not in mailbox.reasons for rank in ranks)
-            if silent or not any(map(self._refers_to_others, (*ranks, *left))):
+            if silent or not any(map(mailbox.follows, (*ranks, *left))):
                 return not silent
             return of_collective and bool(self._behind())
 
         poller.run_until(heard, deadline_in(HEAR_S), lambda: mailbox.aborted is not None)
-
-    def _refers_to_others(self, rank: int) -> bool:
-        """Whether other members report the cause of a member's failure as well, perhaps later."""
-        return self._mailbox.reasons.get(rank, "").startswith(_TOLD_TO_ALL)
 
     def _all_described(self) -> bool:
         return len(self._mailbox.calls.described) == len(self._mailbox.cards) - 1

@@ -15,7 +15,14 @@ from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_
 from dist2.backends.socket.transport.messages.made import Origin
 from dist2.backends.socket.transport.messages.transfer import ANY_SOURCE, Receiving, Sending
 from dist2.backends.socket.wire import TAGGED, Header
-from dist2.errors import Dist2Error, GroupAbortedError, GroupRevokedError, MismatchError, WireError
+from dist2.errors import (
+    Dist2Error,
+    GroupAbortedError,
+    GroupRevokedError,
+    MismatchError,
+    PeerLostError,
+    WireError,
+)
 from dist2.runtime.built import check_built
 from dist2.runtime.rank_names import RANKS, RankNames
 
@@ -29,6 +36,8 @@ _next_arrival = itertools.count(1).__next__
 
 REASON_BYTES = 1000
 """Bytes of an error's text that are sent to others."""
+_TOLD_TO_ALL = tuple(kind.__name__ for kind in (MismatchError, PeerLostError, GroupRevokedError))
+"""Errors with a cause that reaches all ranks, and not only the one that reports the error."""
 
 
 def key_of(header: Header, peer: int) -> Key:
@@ -184,6 +193,10 @@ class Mailbox:
         """Note the reported cause of another rank, if there is one."""
         if text and 0 <= peer < len(self.cards):
             self.reasons.setdefault(peer, text[:REASON_BYTES].decode(errors="replace"))
+
+    def follows(self, rank: int) -> bool:
+        """Whether a member reports a failure over others, whose report reaches all ranks, perhaps later."""
+        return self.reasons.get(rank, "").startswith(_TOLD_TO_ALL)
 
     def said(self, rank: int) -> bytes:
         """Return the known error that broke the group on a member."""

@@ -7,7 +7,6 @@ that has been blocked for a while sends its call to the others, and receives the
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 
 from dist2.backends.socket.transport.links.link import Link
@@ -16,7 +15,7 @@ from dist2.backends.socket.transport.links.presence import Presence
 from dist2.backends.socket.transport.messages.calls import NOTHING_YET
 from dist2.backends.socket.transport.messages.comparison import Comparison, called_of
 from dist2.backends.socket.transport.messages.courier import Courier
-from dist2.backends.socket.transport.messages.departures import Departures
+from dist2.backends.socket.transport.messages.departures import Departures, behind, did_not_call
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.backends.socket.transport.messages.origins import Origins
 from dist2.backends.socket.wire import ANSWER, Header, Kind
@@ -25,9 +24,6 @@ from dist2.operation.description import Call
 
 ALL_PROBED = 64
 """Up to this many members, a blocked rank probes all; in larger groups those 1, 2, 4, ... ranks away."""
-UNANSWERED_S = 0.5
-"""Time without an answer at a member's address after which it counts as dead, unless it is found to have
-exited cleanly, or to have done its part."""
 
 
 class Probes:
@@ -70,13 +66,9 @@ class Probes:
             self._linkage.send(link, frame)
         unknown = [rank for rank in self._probed(mailbox) if not mailbox.calls.seen[rank]]
         self._origins.ask(mailbox, unknown)
-        behind = self.behind(mailbox)
-        if behind:
-            self._departures.fall_behind(mailbox, behind)
-
-    def behind(self, mailbox: Mailbox) -> list[int]:
-        """Return the members that have left without having made this rank's latest call of a collective."""
-        return [rank for rank in sorted(mailbox.left) if self._did_not_call(mailbox, rank)]
+        lagging = behind(mailbox)
+        if lagging:
+            self._departures.fall_behind(mailbox, lagging)
 
     def reach(self, mailbox: Mailbox) -> list[Link]:
         """Return links to the members to probe; those that cannot be reached are gone, after a while."""
@@ -131,19 +123,8 @@ class Probes:
             return
         if self._presence.is_watched(fabric_id):
             return
-        if self._did_not_call(mailbox, rank, at_least=1):
+        if did_not_call(mailbox, rank, at_least=1):
             self._departures.connection_lost(fabric_id, str(error))
-
-    @staticmethod
-    def _did_not_call(mailbox: Mailbox, rank: int, at_least: int = 0) -> bool:
-        """Whether a member that is gone is known not to have called this rank's collective.
-
-        Others that know better say so within a while.
-        """
-        now = time.monotonic()
-        since = mailbox.unanswered.setdefault(rank, now)
-        latest = max(mailbox.calls.latest, at_least)
-        return now - since >= UNANSWERED_S and mailbox.calls.seen[rank] < latest
 
     def on_probe(
         self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
