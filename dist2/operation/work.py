@@ -9,7 +9,6 @@ that while it waits.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -26,6 +25,7 @@ from dist2.operation.awaiting import completed
 from dist2.operation.kinds import OpKind
 from dist2.operation.queue import refuse_to_wait
 from dist2.operation.record import Operation
+from dist2.runtime import process
 from dist2.runtime.completion import Completion
 from dist2.runtime.cpp_ownership import Pins, held_by_cpp, layout_is_known
 from dist2.runtime.deadline import FOREVER_NS, PAST_NS, deadline_in, seconds
@@ -98,7 +98,7 @@ class Work(TorchWork):
         self.helper = None
         self._pending = pending
         if pending is not None:
-            self._process = os.getpid()
+            self._process = process.pid
 
     def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
         # `ends` is a default: when the interpreter ends, names of modules may be None by now.
@@ -138,7 +138,7 @@ class Work(TorchWork):
             if self.operation.error is not None:
                 raise self.operation.error
             return True
-        if os.getpid() != self._process:  # no thread would ever complete it here
+        if process.pid != self._process:  # no thread would ever complete it here
             raise self._of_the_parent()
         limit_s = None if timeout in (None, 0, _NO_LIMIT) else seconds(timeout)
         end_ns = FOREVER_NS if limit_s is None else deadline_in(limit_s)

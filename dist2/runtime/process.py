@@ -29,6 +29,9 @@ from dist2.runtime.threads import start_no_more
 
 Hook = TypeVar("Hook", bound=Callable[[], None])
 
+pid = os.getpid()
+"""The process: read without a system call."""
+
 
 def _here() -> Path:
     try:
@@ -152,6 +155,8 @@ def _exit() -> None:
 
 
 def _enter_child() -> None:
+    global pid
+    pid = os.getpid()
     _call_all(_child_hooks)
 
 
