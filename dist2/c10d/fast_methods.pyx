@@ -1,9 +1,9 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
 """Methods of a group for calls as they are mostly spelled, and for names that c10d uses too.
 
-`fast_method`: positional arguments only, except for the peer of a message, plain tensors, a known plan. Such a
-call goes from here to the group's runner, with the addresses of its tensors. All other calls go to the method
-in Python, which means the same. `overloaded`: a call in c10d's form is decoded first.
+`fast_method`: positional arguments only, except for ``async_op`` and the peer of a message, plain tensors, a
+known plan. Such a call goes from here to the group's runner, with the addresses of its tensors. All other calls
+go to the method in Python, which means the same. `overloaded`: a call in c10d's form is decoded first.
 """
 
 from dist2.operation.places cimport Places
@@ -30,7 +30,7 @@ cdef class Usual:
         pattern: What its arguments are.
         kind: Part of the keys of plans, with
         agreed: this, unless the pattern says otherwise.
-        is_async: Whether calls are asynchronous.
+        is_async: Whether calls are asynchronous that do not say it.
     """
 
     cdef int pattern
@@ -46,14 +46,23 @@ cdef class Usual:
     cdef object attempt(self, tuple args, dict keywords):
         """Run a call if it is usual; None, with nothing done, if not."""
         cdef Py_ssize_t count = len(args) - 1
-        if count < 0 or (count != COUNTS[self.pattern] or keywords) and not self.is_message:
+        cdef bint is_async = self.is_async
+        if count < 0:
             return None
+        if not self.is_message:
+            if count != COUNTS[self.pattern]:
+                return None
+            if keywords:
+                given = keywords.get("async_op")
+                if len(keywords) != 1 or type(given) is not bool:
+                    return None
+                is_async = given
         runner = getattr(args[0], "_direct_runner", None)
         if type(runner) is not OperationRunner:
             return None
         if self.is_message:
             return self.carry(<OperationRunner>runner, args, keywords, count)
-        return self.collect(<OperationRunner>runner, args)
+        return self.collect(<OperationRunner>runner, args, is_async)
 
     cdef object carry(self, OperationRunner runner, tuple args, dict keywords, Py_ssize_t count):
         """Send or receive a tensor: ``(tensor, peer)``, ``(tensor, peer=...)`` or ``(tensor, peer, tag)``."""
@@ -72,35 +81,38 @@ cdef class Usual:
             return None
         tensors = (args[1],)
         if self.pattern == TO_PEER:
-            return self.run(runner, peer, tag, tensors, ())
-        return self.run(runner, peer, tag, (), tensors)
+            return self.run(runner, peer, tag, tensors, (), self.is_async)
+        return self.run(runner, peer, tag, (), tensors, self.is_async)
 
-    cdef object collect(self, OperationRunner runner, tuple args):
+    cdef object collect(self, OperationRunner runner, tuple args, bint is_async):
         """Run a collective."""
         cdef int pattern = self.pattern
         if pattern == NOTHING:
-            return self.run(runner, self.agreed, ALONE, (), ())
+            return self.run(runner, self.agreed, ALONE, (), (), is_async)
         if pattern == OUT_AND_IN:
-            return self.run(runner, self.agreed, ALONE, (args[2],), (args[1],))
+            return self.run(runner, self.agreed, ALONE, (args[2],), (args[1],), is_async)
         if pattern == IN_PLACE:
             tensors = (args[1],)
-            return self.run(runner, self.agreed, ALONE, tensors, tensors)
+            return self.run(runner, self.agreed, ALONE, tensors, tensors, is_async)
         root = args[COUNTS[pattern]]
         if type(root) is not int:
             return None
         if pattern == FROM_ROOT:
             tensors = (args[1],)
-            return self.run(runner, root, ALONE, tensors, tensors)
+            return self.run(runner, root, ALONE, tensors, tensors, is_async)
         if pattern == TO_ROOT:
             tensors = (args[1],)
-            return self.run(runner, self.agreed, root, tensors, tensors[:] if root == runner.info.rank else ())
+            outputs = tensors[:] if root == runner.info.rank else ()
+            return self.run(runner, self.agreed, root, tensors, outputs, is_async)
         if type(args[1 if pattern == LIST_AT_ROOT else 2]) not in (list, tuple):
             return None
         if pattern == LIST_AT_ROOT:
-            return self.run(runner, root, ALONE, (args[2],), tuple(args[1]))
-        return self.run(runner, root, ALONE, tuple(args[2]), (args[1],))
+            return self.run(runner, root, ALONE, (args[2],), tuple(args[1]), is_async)
+        return self.run(runner, root, ALONE, tuple(args[2]), (args[1],), is_async)
 
-    cdef object run(self, OperationRunner runner, first, second, tuple inputs, tuple outputs):
+    cdef object run(
+        self, OperationRunner runner, first, second, tuple inputs, tuple outputs, bint is_async
+    ):
         """Run a call if its plan is known: ranks agree on ``first``, and on ``second`` unless that is ALONE."""
         cdef Key key
         cdef Places places
@@ -112,12 +124,12 @@ cdef class Usual:
         plan = <Plan>found
         places_of(&key, &places)
         if not self.is_message:
-            return runner.run_at(plan, inputs, outputs, self.is_async, None, &places if key.on_host else NULL)
+            return runner.run_at(plan, inputs, outputs, is_async, None, &places if key.on_host else NULL)
         if self.pattern == TO_PEER and key.on_host:
-            work = runner.send_first(plan, inputs[0], key.spans[0].start, self.is_async)
+            work = runner.send_first(plan, inputs[0], key.spans[0].start, is_async)
             if work is not None:
                 return work
-        return runner.run_beside_at(plan, inputs, outputs, self.is_async, None, &places if key.on_host else NULL)
+        return runner.run_beside_at(plan, inputs, outputs, is_async, None, &places if key.on_host else NULL)
 
 
 def fast_method(otherwise, int pattern, kind, agreed=None, bint async_op=False):
