@@ -19,7 +19,7 @@ TORCH_CPU := $(if $(GPU)$(findstring +,$(TORCH)),,$(TORCH)+cpu)
 COMPILED := $(shell find dist2 -name '*.[ch]' -o -name '*.pyx' -o -name '*.pxd')
 COMPILED += $(wildcard $(patsubst %.pxd,%.py,$(filter %.pxd,$(COMPILED))))
 
-.PHONY: core-test demo test test-all lint format docs fuzz clean wheel gpu-test gpu-bench
+.PHONY: core-test debug-test demo test test-all lint format docs fuzz clean wheel gpu-test gpu-bench
 
 $(VENV)/.installed: pyproject.toml setup.py $(COMPILED)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("dist2 needs Python 3.11 or newer; $(PYTHON) is Python %d.%d. Name another one: make $(or $(MAKECMDGOALS),demo) PYTHON=python3.12" % sys.version_info[:2])'
@@ -75,9 +75,28 @@ core-test:
 	  build/core-test || exit 1; \
 	done
 
-# As test, with the exhaustive sweeps.
+# The conformance suite on a debug build of the extensions, apart from the one in place: Cython checks reference
+# counts, and the compiler's sanitizers addresses and undefined behaviour. The sanitizer's library has to be the first
+# that a process loads, and finds C++'s exceptions only if that library is loaded then. It maps 20 TiB of addresses by
+# itself, which one test counts.
+DEBUG := $(CURDIR)/build/debug
+DEBUG_PATH := $(DEBUG)/lib $(CURDIR)/tests/debug_build
+PRELOADED = $(foreach name,libasan.so libstdc++.so,$(shell $(CC) -print-file-name=$(name)))
+
+debug-test: $(VENV)/.installed
+	@mkdir -p $(DEBUG)/lib
+	@find $(DEBUG)/lib -name '*.py' -delete
+	@$(BIN)/python setup.py --quiet build --debug --build-base $(DEBUG) --build-lib $(DEBUG)/lib
+	LD_PRELOAD="$(PRELOADED)" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
+	PYTHONPATH="$(subst $() ,:,$(DEBUG_PATH))" \
+	$(PYTEST) --override-ini pythonpath="$(DEBUG_PATH) . tests benchmarks examples/custom_backend" \
+	  --deselect tests/conformance/test_thread_ranks.py::test_many_ranks_need_little_address_space \
+	  tests/debug_build/checks.py tests/conformance
+
+# As test, with the exhaustive sweeps, and the debug build.
 test-all: $(VENV)/.installed
 	$(PYTEST) -m ""
+	$(MAKE) debug-test
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check $(SOURCE)

@@ -26,6 +26,18 @@ FLAGS = [
 
 LINK_FLAGS = ["-Wl,--strip-debug"]  # Python's own flags ask for debug information: two thirds of the file
 
+SANITIZERS = "-fsanitize=address,undefined"
+DEBUG_FLAGS = [
+    "-O1",
+    "-g",
+    "-UNDEBUG",
+    "-DCYTHON_REFNANNY=1",  # generated code counts the references that each function takes and gives
+    "-fno-omit-frame-pointer",
+    SANITIZERS,
+    "-fno-sanitize-recover=undefined",
+]
+"""Of `build --debug`, see `make debug-test`: they follow, and so override, `FLAGS`."""
+
 WAYS_OUT = """
 dist2 was not installed: its extensions could not be compiled. There are three ways out:
 * install a C compiler and the headers of Python (Debian: apt install gcc python3-dev), then dist2 again;
@@ -43,6 +55,8 @@ class BuildExtension(build_ext):
         self.parallel = self.parallel or os.cpu_count()
 
     def build_extension(self, ext):
+        if self.debug:
+            ext.extra_compile_args, ext.extra_link_args = [*FLAGS, *DEBUG_FLAGS], [SANITIZERS]
         try:
             super().build_extension(ext)
         except (BaseError, CCompilerError, OSError) as error:
