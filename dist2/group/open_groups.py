@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import warnings
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from dist2.errors import GroupAbortedError, InvalidUsageError
@@ -173,7 +174,7 @@ def _abort_forgotten() -> None:
     error = raised()
     if error is not None:
         report(error)
-    reason = error or _left_open()
+    reason = error or _left_open(forgotten)
     for group in forgotten:
         group._abort_for(reason)
     deadline_ns = deadline_in(_EXIT_S)
@@ -184,12 +185,16 @@ def _abort_forgotten() -> None:
         warnings.warn(_never_closed(group), stacklevel=1)
 
 
-def _left_open() -> ResourceWarning:
-    """Return the reason that other ranks receive."""
+def _left_open(groups: Iterable[ProcessGroup]) -> ResourceWarning:
+    """Return the reason that other ranks of these groups receive: a failure of one of them, if any."""
+    where = f"its process ({host_and_pid(socket.gethostname(), os.getpid())})"
+    for group in groups:
+        fault = group._runner.fault
+        if fault is not None and not isinstance(fault, GroupAbortedError):
+            return ResourceWarning(f"{where} exited after a failure in another group: {fault}")
     return ResourceWarning(
-        f"its process ({host_and_pid(socket.gethostname(), os.getpid())}) exited without closing the group: "
-        "if it failed, its own output has the error; if not, call shutdown(), or use the group as a context "
-        "manager"
+        f"{where} exited without closing the group: if it failed, its own output has the error; if not, call "
+        "shutdown(), or use the group as a context manager"
     )
 
 

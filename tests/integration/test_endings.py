@@ -412,6 +412,43 @@ def test_why_a_rank_left_the_others_is_told(tmp_path: Path, transport: str, how:
     assert told == (how == "forgotten"), ended
 
 
+IN_A_MESH = """
+import os, signal, sys
+import torch, dist2
+
+path, transport = sys.argv[1:]
+rank = 0
+while rank < 2 and not os.fork():
+    rank += 1
+world = dist2.new_group(
+    "socket", 60, store=dist2.FileStore(path, 3), rank=rank, world_size=3, transport=transport
+)
+left, right = world.split([0, 1], name="left"), world.split([1, 2], name="right")
+world.barrier()
+if rank == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    (right if rank else left).all_reduce(torch.ones(3))
+except dist2.PeerLostError as error:
+    if rank == 0:
+        print(error.ranks, error)
+if rank == 0:
+    os.wait()
+    for group in (left, world):
+        group.abort()
+"""
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_who_died_in_another_group_is_told(tmp_path: Path, transport: str) -> None:
+    """Rank 1 catches the error of one group and ends; rank 0 waits for it in another one."""
+    ended = run([*warm_python(), "-c", IN_A_MESH, tmp_path / "store", transport])
+    assert ended.code == 0, ended
+    assert ended.output.startswith("(1,) all_reduce(float32[3], op=sum)"), ended
+    assert "exited after a failure in another group" in ended.output, ended
+    assert "rank 2 (rank 1 of right" in ended.output, ended
+
+
 CAUGHT = """
 import multiprocessing, signal, sys
 import torch, dist2
