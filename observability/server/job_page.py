@@ -204,7 +204,9 @@ class JobPage:
                 else:
                     self._silent[plane.url] = time.monotonic()
                 continue
-            if body is None and (path in self._kept or len(self._kept) < KEPT):
+            # Commands ask for a diagnosis of this moment; of the time before, only `EVIDENCE` is kept.
+            is_kept = body is None and not path.startswith("/desync?")
+            if is_kept and (path in self._kept or len(self._kept) < KEPT):
                 self._kept[path] = answer
             return answer
         return None

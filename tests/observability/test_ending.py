@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import attrs
 import pytest
@@ -20,16 +21,19 @@ from support.job_frames import SOON_S, job, rank, read_until, text_of
 from support.programs import environment
 
 from dist2.cli.app import cli
+from dist2.runtime.other_process import Process as ProcessId
 from observability import token_files
 from observability.commands import top as top_module
 from observability.commands.control_plane import NO_ANSWER, ControlPlane, NoAnswerError
 from observability.commands.top import JobFeed
 from observability.incidents import folders
+from observability.job.diagnosis import Diagnosis
 from observability.server.job_page import JobPage
 
 RANK = """
 import json, sys, threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dist2.runtime.other_process import Process as ProcessId
 from observability import token_files
 
 number, job = int(sys.argv[1]), sys.argv[2].encode()
@@ -234,6 +238,35 @@ def test_the_page_of_a_launcher_tells_how_the_job_ended(
             ended = CliRunner(env={"COLUMNS": "300"}).invoke(cli, command)
             assert (ended.exit_code, told in ended.output) == (code, True), ended.output
             assert command[0] == "top" or len(ended.output.splitlines()) == 1
+    finally:
+        page.close()
+
+
+def test_a_diagnosis_of_the_time_before_is_none_of_a_job_that_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    waits = {**Diagnosis().document(), "verdict": ["rank 1 sleeps"]}
+    answers = {"/job": job(rank(0, 1.0, 1, 1)), "/desync": waits}
+
+    def ask(url: str, *_: object, **__: object) -> bytes:
+        path = urlsplit(url).path
+        if path not in answers:
+            raise OSError("not asked here")
+        return json.dumps(answers[path]).encode()
+
+    page = JobPage(lambda: "nowhere")
+    plane = token_files.ControlPlaneFile("http://rank", "t", ProcessId.here(), token_files.Job())
+    monkeypatch.setattr(page, "_planes", lambda: [plane] if answers else [])
+    monkeypatch.setattr(page._asker, "ask", ask)
+    try:
+        base = page.url.partition("/#")[0]
+        live = CliRunner().invoke(cli, ["why", base])
+        assert (live.exit_code, "rank 1 sleeps" in live.output) == (1, True), live.output
+        page.ended("all ranks, without an error", 0, "")
+        answers.clear()
+        told = f"The job has ended: all ranks, without an error. Its last state: dist2 top {base}\n"
+        assert unanswered_at(base, ["why"]) == told
     finally:
         page.close()
 
