@@ -17,7 +17,7 @@ from rich.table import Table
 
 from observability.commands.control_plane import ControlPlane, NoAnswerError, address, end_without_answer
 from observability.commands.ending import end_unanswered
-from observability.incidents.reading import Incident, NoIncidentError
+from observability.incidents.reading import Incident, NoIncidentError, folder_of
 from observability.job.tables import TABLES, Row, tables_of
 from observability.operation_files import fill_from_log, is_operation_log
 
@@ -55,12 +55,12 @@ def query(
         end_without_answer(NoAnswerError("queries need duckdb: pip install 'dist2[query]'"))
     plane = None
     try:
-        path = Path(url)
-        is_log = path.is_dir() and is_operation_log(path)
-        if is_log:
+        folder = folder_of(url)
+        log = folder if folder is not None and is_operation_log(folder) else None
+        if log is not None:
             rows: dict[str, list[Row]] = {name: [] for name in TABLES}
-        elif path.is_dir():
-            rows = _of_incident(path)
+        elif folder is not None:
+            rows = _of_incident(folder)
         else:
             plane = ControlPlane.of(url, token, token_file)
             rows = _of_job(plane, seconds)
@@ -70,8 +70,8 @@ def query(
         end_unanswered(error, plane)
     with duckdb.connect() as database:
         fill(database, rows)
-        if is_log:
-            fill_from_log(database, path)
+        if log is not None:
+            fill_from_log(database, log)
         try:
             found = database.execute(sql)
             names = [str(column[0]) for column in found.description or ()]

@@ -11,7 +11,7 @@ import click
 
 from observability.commands.control_plane import ControlPlane, NoAnswerError, address, end_without_answer
 from observability.commands.ending import end_unanswered
-from observability.incidents.reading import Incident, NoIncidentError
+from observability.incidents.reading import Incident, NoIncidentError, folder_of
 from observability.job.answer import RANK_S
 
 NOTHING_WRONG, TROUBLE = 0, 1
@@ -46,8 +46,8 @@ def why(
     """
     plane = None
     try:
-        if Path(url).is_dir():
-            incident = Incident.read(Path(url))
+        if (folder := folder_of(url)) is not None:
+            incident = Incident.read(folder)
             found, rows = incident.desync(), incident.stacks
         else:
             plane, limit = ControlPlane.of(url, token, token_file), f"limit_ms={round(limit_s * 1000)}"

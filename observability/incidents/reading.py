@@ -27,6 +27,21 @@ class NoIncidentError(ValueError):
     """A folder is no incident; the message is one line."""
 
 
+def folder_of(argument: str) -> Path | None:
+    """Return the folder that the argument of a command names; None if it is a URL.
+
+    Raises:
+        NoIncidentError: It is neither.
+    """
+    path = Path(argument)
+    if path.is_dir():
+        return path
+    if "://" in argument:
+        return None
+    what = "a file and no folder, unpack an archive first" if path.exists() else "no such folder"
+    raise NoIncidentError(f"{argument}: {what}; a url must start with http://, https:// or unix://")
+
+
 @attrs.frozen
 class Incident:
     """An incident that was read.

@@ -247,6 +247,11 @@ def test_a_folder_that_is_no_incident_is_refused(tmp_path: Path) -> None:
         told = CliRunner().invoke(cli, command)
         assert told.exit_code == 2
         assert "is not an incident" in told.output
+    (tmp_path / "incident.zip").write_bytes(b"PK")
+    for command in (["why"], ["query", "select 1"]):
+        for name, reason in (("incident.zip", "unpack"), ("none", "no such folder")):
+            told = CliRunner().invoke(cli, [command[0], str(tmp_path / name), *command[1:]])
+            assert (told.exit_code, reason in told.output) == (2, True), told.output
 
 
 # Hangs
