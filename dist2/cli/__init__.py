@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import version
+from io import TextIOWrapper
 
 from dist2.errors import InvalidUsageError
 from dist2.runtime.signals import package_is_a_program
@@ -35,6 +36,8 @@ package_is_a_program(__spec__)
 
 def main() -> None:
     """Run the command that the arguments name; where a package is missing, print the install line."""
+    if isinstance(sys.stdout, TextIOWrapper):  # names of groups and messages of errors may have any character
+        sys.stdout.reconfigure(errors="backslashreplace")
     if sys.argv[1:2] == ["doctor"]:  # works without the extra
         from dist2.cli.doctor import main as doctor
 

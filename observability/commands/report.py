@@ -42,7 +42,7 @@ def report(folder: Path, output: Path) -> None:
         incident = Incident.read(folder)
     except NoIncidentError as error:
         end_without_answer(error)
-    output.write_text(page_of(incident))
+    output.write_text(page_of(incident), encoding="utf-8", errors="replace")
     click.echo(f"{output}: {len(incident.parts)} parts of ranks")
 
 

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -19,7 +21,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from support.captured_logs import logged
-from support.programs import run
+from support.programs import environment, run
 from support.ranks import Tenant, run_ranks
 from support.torch_analyser import analyse, complaints
 from support.warm_interpreter import CHILDREN, warm_executable, warm_python
@@ -252,6 +254,29 @@ def test_a_folder_that_is_no_incident_is_refused(tmp_path: Path) -> None:
         for name, reason in (("incident.zip", "unpack"), ("none", "no such folder")):
             told = CliRunner().invoke(cli, [command[0], str(tmp_path / name), *command[1:]])
             assert (told.exit_code, reason in told.output) == (2, True), told.output
+
+
+@pytest.mark.parametrize("name", ["tr\u00e4ning \u2713", "\ud800"])
+def test_any_name_can_be_printed_in_any_locale(name: str, tmp_path: Path) -> None:
+    path = folders.joined(tmp_path / "incidents", "a1b2", "job").path
+    head = json.loads((path / folders.HEAD).read_text())
+    (path / folders.HEAD).write_text(json.dumps(head | {"name": name}))
+    found = {"verdict": [f"group {name} waits"], "waiting": [], "culprits": [], "chains": [], "cycles": []}
+    (path / "desync.json").write_text(json.dumps(found))
+    variables = {
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+        "DIST2_INCIDENTS": str(path.parent),
+    }
+    page = tmp_path / "report.html"
+    for command, code in ((["ps"], 0), (["why", path], 1), (["report", path, "-o", page], 0)):
+        arguments = [sys.executable, "-m", "dist2", *map(str, command)]
+        ended = subprocess.run(
+            arguments, env=environment(**variables), capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (ended.returncode, ended.stderr) == (code, ""), ended
+    assert f"Incident of {name}," in page.read_text("utf-8") or name == "\ud800"
 
 
 # Hangs
