@@ -55,6 +55,7 @@ class Arithmetic:
         dtype: The dtype that NCCL sees.
         converts: Tensors are converted to it; else they are viewed as it.
         code: NCCL's code of it.
+        parts: How many elements of it one element of the tensors is: two for a complex number.
         op: NCCL's code of the reduction; -1 for one that is made of `factor`.
         factor: One element of the dtype, as bytes, that each contribution is multiplied with first.
     """
@@ -62,6 +63,7 @@ class Arithmetic:
     dtype: torch.dtype
     converts: bool
     code: int
+    parts: int
     op: int
     factor: bytes = b""
 
@@ -92,7 +94,9 @@ def arithmetic_of(dtype: torch.dtype, reduction: Reduction, op: str) -> Arithmet
     if reduction.factor is not None:
         one = torch.tensor([reduction.factor], dtype=carried, device="cpu")
         factor = bytes(one.view(torch.uint8).tolist())
-    return Arithmetic(carried, dtype in _WIDER, _CODES[carried], _OPS[kind], factor)
+    return Arithmetic(
+        carried, dtype in _WIDER, _CODES[carried], 2 if dtype.is_complex else 1, _OPS[kind], factor
+    )
 
 
 def moved(nbytes: int) -> tuple[int, int]:

@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """`NcclBackend`: a group whose tensors are on GPUs.
 
 Its control group (see `Controlled`) also carries the operations that NCCL lacks: those on CPU tensors, and
@@ -9,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
+from functools import partial
+from typing import cast
 
 import attrs
 import torch
 
 from dist2.backends.base import Execute, GroupSpec, Helped, Job, Tensors
 from dist2.backends.nccl.device import CudaDevice, Device
+from dist2.backends.nccl.launch import Planned
 from dist2.backends.nccl.launcher import Launcher
 from dist2.backends.nccl.library import Library, load
 from dist2.backends.nccl.meeting import Communicators, Meeting
@@ -33,7 +37,10 @@ from dist2.errors import (
 from dist2.operation.kinds import OpKind
 from dist2.operation.record import Operation
 from dist2.operation.signature import Signature
+from dist2.runtime.built import check_built
 from dist2.runtime.deadline import deadline_in
+
+check_built(__name__, __file__)
 
 
 class NcclBackend(Controlled):
@@ -104,15 +111,18 @@ class NcclBackend(Controlled):
         """
         if signature.kind.is_p2p and is_staged(signature):
             return staged(self._device, self.control.plan(signature), signature)
-        steps = self._operations.plan(signature, plain)
-        meet = self.control.plan(signature) if signature.kind is OpKind.BARRIER else None
+        planned = Planned.of(signature, self._operations.plan(signature, plain))
+        launch = cast(Execute, partial(self._launcher.launch, planned))
+        if signature.kind is not OpKind.BARRIER:
+            return launch
+        meet = self.control.plan(signature)
 
-        def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> Helped | None:
-            if meet is not None and not operation.is_async:
-                self._launcher.finish(operation)
-                meet(operation, (), ())
-                return None
-            return self._launcher.launch(steps, operation, inputs, outputs)
+        def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | Helped | None:
+            if operation.is_async:
+                return launch(operation, inputs, outputs)
+            self._launcher.finish(operation)
+            meet(operation, (), ())
+            return None
 
         return execute
 

@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """`Communicator`: one NCCL communicator, and how it is made, used by one thread at a time, and closed.
 
 cupy's destructor calls `ncclCommDestroy`, which waits for the other ranks of the host: garbage collection
@@ -9,14 +10,20 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from time import monotonic_ns
 from typing import Any
 
 from dist2.backends.nccl.functions import UNIQUE_ID_BYTES, NcclFailure
 from dist2.backends.nccl.library import Library
-from dist2.errors import BackendError, Dist2Error, GroupAbortedError
+from dist2.errors import BackendError, GroupAbortedError
+from dist2.runtime.built import check_built
 from dist2.runtime.deadline import remaining_s
+
+check_built(__name__, __file__)
+
+Issued = tuple[str, tuple[Any, ...]]
+"""A call to be issued: the name of a method of cupy's communicator, and its arguments but the stream."""
 
 _BLOCKED_NS = 100_000_000
 """A call that has been in NCCL for so long is taken for blocked: `abort` waits no longer for its return.
@@ -92,8 +99,14 @@ class Communicator:
         if self._closed or self._aborts:
             raise _closed()
 
-    def issue(self, steps: Callable[[Any], None]) -> None:
-        """Have a function call the operations of cupy's communicator, which it is given.
+    def issue(self, calls: Sequence[Issued], stream: int) -> None:
+        """Make calls of operations, several of them as one group.
+
+        A group that is left open would swallow all later calls of the thread: it ends if a call fails, too.
+
+        Args:
+            calls: The names of cupy's methods, and their arguments without the stream.
+            stream: The handle of the stream.
 
         Raises:
             GroupAbortedError: The communicator is closed.
@@ -101,22 +114,20 @@ class Communicator:
         """
         with self._lock:
             self._called_ns = monotonic_ns()
-            assert self.handle
+            self._check_open()
             try:
-                steps(self._calls)
-            except Dist2Error:
-                raise
+                if len(calls) == 1:
+                    ((name, arguments),) = calls
+                    getattr(self._calls, name)(*arguments, stream)
+                    return
+                self.library.group_start()
+                try:
+                    for name, arguments in calls:
+                        getattr(self._calls, name)(*arguments, stream)
+                finally:
+                    self.library.group_end()
             except Exception as error:
                 raise failure(self.library, error) from error
-
-    def issue_group(self, steps: Callable[[Any], None]) -> None:
-        """Do `issue` with all calls as one group."""
-
-        def grouped(calls: Any) -> None:
-            with self.library.group():
-                steps(calls)
-
-        self.issue(grouped)
 
     def premul_sum(self, factor: bytes, datatype: int) -> int:
         """Return the code of a reduction that multiplies by a factor first; it is kept until the end."""

@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """`Launch`: one operation on its way to a stream: copies before, NCCL's calls, copies after.
 
 NCCL takes contiguous memory of dtypes that it knows. Where a tensor is not like that, a copy on the same
@@ -9,12 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import torch
 
+from dist2.backends.base import Tensors
 from dist2.backends.nccl.arithmetic import Arithmetic, moved
-from dist2.backends.nccl.communicator import Communicator
+from dist2.backends.nccl.communicator import Communicator, Issued
 from dist2.backends.nccl.device import Device, Stream
+from dist2.operation.kinds import OpKind
+from dist2.operation.signature import Signature
 from dist2.operation.storage import flattened
+from dist2.runtime.built import check_built
+
+check_built(__name__, __file__)
 
 Tensor = torch.Tensor
 
@@ -25,6 +33,7 @@ class Launch:
     Args:
         device: The stream's device.
         stream: The stream.
+        handle: NCCL's handle of it.
         communicator: The communicator that its calls use.
 
     Attributes:
@@ -32,12 +41,12 @@ class Launch:
         plain: The tensors that are added now are known to be plain; see `Backend.plan_plain`.
     """
 
-    def __init__(self, device: Device, stream: Stream, communicator: Communicator) -> None:
+    def __init__(self, device: Device, stream: Stream, handle: int, communicator: Communicator) -> None:
         self._device = device
         self._stream = stream
-        self._handle = device.handle(stream)
+        self._handle = handle
         self._communicator = communicator
-        self._calls: list[tuple[str, tuple[Any, ...]]] = []
+        self._calls: list[Issued] = []
         self._after: list[Callable[[], object]] = []
         self.kept: list[Tensor] = []
         self.plain = False
@@ -60,23 +69,23 @@ class Launch:
     # Tensors as flat memory
 
     def source(self, tensor: Tensor) -> Tensor:
-        """Return the elements of a tensor in row-major order, to be read."""
+        """Return memory with the elements of a tensor in row-major order, to be read."""
         if self.plain or is_plain(tensor):
-            return _flat(tensor)
+            return tensor
         plain = tensor.detach()
         copy = self.scratch(plain.numel(), plain.dtype)
         self.run(lambda: copy.view(plain.shape).copy_(plain))
         return copy
 
     def target(self, tensor: Tensor, *, loaded: bool = False) -> Tensor:
-        """Return flat memory in place of a tensor, to be written.
+        """Return memory of the elements in row-major order in place of a tensor, to be written.
 
         Args:
             tensor: Overwritten.
             loaded: The operation reads it as well.
         """
         if self.plain or is_plain(tensor):
-            return _flat(tensor)
+            return tensor
         plain = tensor.detach()
         copy = self.scratch(plain.numel(), plain.dtype)
         if loaded:
@@ -110,20 +119,22 @@ class Launch:
         self.then(part_them)
         return copy
 
-    # Flat memory as NCCL reduces it
+    # Memory as NCCL reduces it
 
-    def operand(self, flat: Tensor, how: Arithmetic, *, written: bool = False) -> Tensor:
-        """Return the operand of an NCCL call for flat memory; if ``written``, the call writes it as well."""
+    def operand(self, memory: Tensor, how: Arithmetic, *, written: bool = False) -> Tensor:
+        """Return the operand of an NCCL call for memory; if ``written``, the call writes it as well."""
         if not how.converts:
-            return _viewed(flat, how)
-        wide = self.result(flat, how) if written else self.scratch(flat.numel(), how.dtype)
+            return memory
+        flat = flattened(memory.detach())
+        wide = self.result(memory, how) if written else self.scratch(flat.numel(), how.dtype)
         self.run(lambda: wide.copy_(flat))
         return wide
 
-    def result(self, flat: Tensor, how: Arithmetic) -> Tensor:
-        """Return the memory that NCCL writes in place of flat memory."""
+    def result(self, memory: Tensor, how: Arithmetic) -> Tensor:
+        """Return the memory that NCCL writes in place of this."""
         if not how.converts:
-            return _viewed(flat, how)
+            return memory
+        flat = flattened(memory.detach())
         wide = self.scratch(flat.numel(), how.dtype)
         self._after.insert(0, lambda: flat.copy_(wide))  # before it is copied on
         return wide
@@ -151,30 +162,45 @@ class Launch:
     def finish(self) -> None:
         """Issue the calls as one group, and enqueue the steps that follow them."""
         if self._calls:
-            issue = self._communicator.issue if len(self._calls) == 1 else self._communicator.issue_group
-            issue(self._issue)
+            self._communicator.issue(self._calls, self._handle)
         for work in self._after:
             self.run(work)
 
-    def _issue(self, calls: Any) -> None:
-        for name, arguments in self._calls:
-            getattr(calls, name)(*arguments, self._handle)
+
+Steps = Callable[[Launch, Tensors, Tensors], None]
+"""Puts an operation on a launch: see `Execute` for its tensors."""
+
+
+@attrs.frozen(eq=False)
+class Planned:
+    """What is the same for all operations of one signature.
+
+    Attributes:
+        steps: Puts an operation on a launch.
+        lane: Which communicator and stream it takes: ``main``; for messages to higher ranks ``up``, to lower
+            ones ``down``.
+        peer: The rank at the other end of a message.
+        source: Where a message comes from; -1 elsewhere.
+    """
+
+    steps: Steps
+    lane: str
+    peer: int | None
+    source: int
+
+    @classmethod
+    def of(cls, signature: Signature, steps: Steps) -> Planned:
+        """Return what is known of a signature."""
+        kind, peer = signature.kind, signature.peer
+        if not kind.is_p2p:
+            return cls(steps, "main", None, -1)
+        assert peer is not None
+        sends = kind is OpKind.SEND
+        goes_up = (signature.group.rank < peer) is sends
+        return cls(steps, "up" if goes_up else "down", peer, -1 if sends else peer)
 
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor's memory holds its values one after the other."""
     is_conjugated = tensor.is_complex() and tensor.is_conj()
     return tensor.is_contiguous() and not is_conjugated and not tensor.is_neg()
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """Return plain memory as one dimension, outside autograd unless it is that already."""
-    if tensor.dim() == 1 and not tensor.requires_grad and tensor.stride(0) == 1:
-        return tensor
-    return flattened(tensor.detach())
-
-
-def _viewed(flat: Tensor, how: Arithmetic) -> Tensor:
-    if flat.dtype.is_complex:
-        return torch.view_as_real(flat).view(-1)
-    return flat if flat.dtype is how.dtype else flat.view(how.dtype)

@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """`Launcher`: puts the operations of one group on the device, and waits for them.
 
 An operation is launched on the caller's current stream if it is synchronous, else on a stream of the group
@@ -13,29 +14,27 @@ known when the batch is launched. The first messages between two ranks are launc
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import attrs
-
 from dist2.backends.base import Tensors
-from dist2.backends.nccl.communicator import Communicator
 from dist2.backends.nccl.device import Device, Stream
 from dist2.backends.nccl.first_messages import FirstMessages
-from dist2.backends.nccl.launch import Launch
+from dist2.backends.nccl.launch import Launch, Planned
 from dist2.backends.nccl.library import Library
 from dist2.backends.nccl.meeting import Communicators, Meeting
-from dist2.backends.nccl.operations import Steps
 from dist2.backends.nccl.options import NcclOptions
 from dist2.backends.nccl.ticket import Health, Ticket
 from dist2.backends.nccl.watchdog import LOOK_NS, Watchdog
 from dist2.backends.socket.outside import Outside, peers_of
 from dist2.errors import BackendError, Dist2Error, GroupAbortedError, InvalidUsageError
-from dist2.operation.kinds import OpKind
 from dist2.operation.record import Operation
-from dist2.operation.signature import GroupInfo, Signature
+from dist2.operation.signature import GroupInfo
+from dist2.runtime.built import check_built
 from dist2.runtime.deadline import PAST_NS, deadline_in
 from dist2.runtime.threads import Worker
+
+check_built(__name__, __file__)
 
 _DESTROY_S = 1.0
 """How long closing waits for the other ranks to free their communicators; they may do so later."""
@@ -49,42 +48,20 @@ _CAUSE_S = 0.5
 """How long the control links may take to report the failure of a member that made NCCL fail."""
 
 
-@attrs.define(eq=False)
-class Message:
-    """One message of a batch. Not frozen: that would take most of the time that one takes to make.
-
-    Attributes:
-        steps: Adds it to a launch.
-        inputs: The tensors that it reads.
-        outputs: The tensors that it writes.
-        ticket: Its ticket.
-    """
-
-    steps: Steps
-    inputs: Tensors
-    outputs: Tensors
-    ticket: Ticket
-
-    def connects_to(self) -> int | None:
-        """Return the rank at the other end; None where NCCL is not called, as there is nothing to move."""
-        is_empty = not any(each.numel() for each in (*self.inputs, *self.outputs))
-        return None if is_empty else self.ticket.operation.signature.peer
-
-
 class MessageBatch:
     """Collects the messages of one thread."""
 
     def __init__(self) -> None:
-        self._by_lane: dict[str, list[Message]] = {}
+        self._by_lane: dict[str, list[Ticket]] = {}
 
-    def add(self, lane: str, message: Message) -> None:
+    def add(self, message: Ticket) -> None:
         """Keep a message until the batch is launched."""
-        self._by_lane.setdefault(lane, []).append(message)
+        self._by_lane.setdefault(message.planned.lane, []).append(message)
 
-    def launch(self, launch: Callable[[str, list[Message]], None]) -> None:
+    def launch(self, launch: Callable[[list[Ticket]], None]) -> None:
         """Launch all messages, those of each direction together."""
-        for lane, messages in self._by_lane.items():
-            launch(lane, messages)
+        for messages in self._by_lane.values():
+            launch(messages)
 
 
 class Launcher:
@@ -113,7 +90,7 @@ class Launcher:
     ) -> None:
         self.communicators: Communicators | None = None
         self._info = info
-        self._options = options
+        self._strict, self._timing = options.strict, options.timing
         self._outside = outside
         self._device = device
         self._library = library
@@ -170,117 +147,127 @@ class Launcher:
 
     # Launching
 
-    def launch(self, steps: Steps, operation: Operation, inputs: Tensors, outputs: Tensors) -> Ticket | None:
-        """Put an operation on a stream; return its ticket if its caller does not wait for it."""
-        device = self._device
-        ticket = Ticket(operation, device, device.current(), self._block, self._health)
-        message = Message(steps, inputs, outputs, ticket)
-        if device.capturing():
-            return self._capture(message)
+    def launch(
+        self, planned: Planned, operation: Operation, inputs: Tensors, outputs: Tensors
+    ) -> Ticket | None:
+        """Put an operation on a stream; return its ticket if its caller does not wait for it.
+
+        Raises:
+            InvalidUsageError: The communicators are not made yet, which a CUDA graph cannot capture.
+        """
+        device, is_main = self._device, planned.lane == "main"
+        captured = device.capturing()
+        if captured and self.communicators is None:
+            raise self._uncapturable(operation)
+        stream = self._side_stream(planned.lane) if operation.is_async else device.current()
+        ticket = Ticket(operation, planned, inputs, outputs, device, stream, self._block, self._health)
+        if captured:
+            ticket.settle()  # no thread watches it: for the group it is over, and `wait` orders the streams
+            self._put([ticket], timed=False)
+            return ticket if operation.is_async else None
         try:
-            communicators = self.connected(operation.deadline_ns)
+            if self.communicators is None:
+                self.connected(operation.deadline_ns)
             ticket.notice = self._outside.begin(operation)
-            if self._options.strict and not operation.signature.kind.is_p2p:
-                self._outside.compare(operation)
-            communicator, lane = self._lane_of(operation.signature, communicators)
-            self._place(ticket, lane)
-            if operation.signature.kind is OpKind.RECV and operation.signature.peer is not None:
-                operation.source = operation.signature.peer
-            batch: MessageBatch | None = getattr(self._batches, "batch", None)
-            if batch is not None and lane != "main":
-                batch.add(lane, message)
-                return ticket
-            self._put_watched(lane, communicator, [message])
+            if is_main:
+                if self._strict:
+                    self._outside.compare(operation)
+                self._watchdog.watch(ticket)  # before: a first call may wait for other ranks
+                self._put([ticket], self._timing)
+            else:
+                operation.source = planned.source
+                batch: MessageBatch | None = getattr(self._batches, "batch", None)
+                if batch is not None:
+                    batch.add(ticket)
+                    return ticket
+                self._put_messages([ticket])
         except Dist2Error as error:
-            self._fail(error, [message])
+            self._fail(error, [ticket])
         except BaseException as error:  # such as a lack of memory: the group fails, and notifies the others
             ticket.settle(error)
             raise
-        if not operation.is_async and not ticket.is_placed():
-            self._block(ticket, operation.deadline_ns, ticket.is_placed)
-        return self._outcome(ticket)
-
-    def _outcome(self, ticket: Ticket) -> Ticket | None:
-        """Return the ticket of an operation that completes later; wait for one that completes now."""
-        operation = ticket.operation
         if operation.is_async:
             return ticket
+        self._end_call(ticket)
+        return None
+
+    def _uncapturable(self, operation: Operation) -> InvalidUsageError:
+        return InvalidUsageError(
+            f"{operation.describe()} cannot be the first operation of group {self._info.name!r} "
+            f"inside a CUDA graph: run one before the capture, or build the group with eager=True"
+        )
+
+    def _side_stream(self, lane: str) -> Stream:
+        """Return the stream of asynchronous operations, behind the work that the caller has enqueued."""
+        if lane not in self._streams:
+            self._streams[lane] = self._device.new_stream()
+        self._device.order(self._device.current(), self._streams[lane])
+        return self._streams[lane]
+
+    def _end_call(self, ticket: Ticket) -> None:
+        """Wait as long as a synchronous call does; raise the operation's error."""
+        operation = ticket.operation
         if self._blocks:
             self._block(ticket, operation.deadline_ns, ticket.passed)
+        elif not ticket.is_placed():
+            self._block(ticket, operation.deadline_ns, ticket.is_placed)
         error = ticket.exception()
         if error is not None:
             raise error
         if self._blocks:
             self._outside.ended(operation)
-        return None
 
-    def _fail(self, error: Dist2Error, messages: Sequence[Message]) -> None:
+    def _fail(self, error: Dist2Error, tickets: list[Ticket]) -> None:
         """Break off for an error that operations met before they were on the device."""
         cause = self.break_off(error)
         self._watchdog.fail(cause)
-        for each in messages:
+        for each in tickets:
             # A call that failed because its communicator was aborted is a consequence of that cause.
-            each.ticket.settle(error if cause is error else None)
+            each.settle(error if cause is error else None)
 
-    @staticmethod
-    def _lane_of(signature: Signature, communicators: Communicators) -> tuple[Communicator, str]:
-        """Return which communicator and stream an operation takes."""
-        if not signature.kind.is_p2p:
-            return communicators.main, "main"
-        assert signature.peer is not None
-        own, peer = signature.group.rank, signature.peer
-        source, target = (own, peer) if signature.kind is OpKind.SEND else (peer, own)
-        return (communicators.up, "up") if source < target else (communicators.down, "down")
+    def _put_messages(self, tickets: list[Ticket]) -> None:
+        """Put messages on a stream; a thread of `FirstMessages` does so where that may block.
 
-    def _place(self, ticket: Ticket, lane: str) -> None:
-        """Choose the stream of an operation; there it is behind the work that its caller has enqueued."""
-        device = self._device
-        if not ticket.operation.is_async:
-            return
-        if lane not in self._streams:
-            self._streams[lane] = device.new_stream()
-        device.order(ticket.stream, self._streams[lane])
-        ticket.stream = self._streams[lane]
-
-    def _put_watched(self, lane: str, communicator: Communicator, messages: Sequence[Message]) -> None:
-        """Put operations on a stream, and have the watchdog see them end.
-
-        It watches before: the first calls of a communicator wait for other ranks, to connect to them.
+        They are watched before: the first calls of a communicator wait for other ranks, to connect to them.
         """
-        for each in messages:
-            self._watchdog.watch(each.ticket)
-        if lane != "main":
-            peers = {peer for each in messages if (peer := each.connects_to()) is not None}
-            if peers and self._first[lane].take(peers, lambda: self._put_later(lane, communicator, messages)):
-                return
-        self._put(lane, communicator, messages)
+        for each in tickets:
+            self._watchdog.watch(each)
+        peers = {peer for each in tickets if (peer := each.connects_to()) is not None}
+        first = self._first[tickets[0].planned.lane]
+        if not peers or not first.take(peers, lambda: self._put_later(tickets)):
+            self._put(tickets, timed=False)
 
-    def _put_later(self, lane: str, communicator: Communicator, messages: Sequence[Message]) -> None:
+    def _put_later(self, tickets: list[Ticket]) -> None:
         """Put messages on a stream, in a thread of `FirstMessages`."""
         try:
             with self._device.active():
-                self._put(lane, communicator, messages)
+                self._put(tickets, timed=False)
         except Dist2Error as error:
-            self._fail(error, messages)
+            self._fail(error, tickets)
         except BaseException as error:  # noqa: BLE001 - raised in those that wait for the messages
-            for each in messages:
-                each.ticket.settle(error)
+            for each in tickets:
+                each.settle(error)
         self._outside.wake()
 
-    def _put(self, lane: str, communicator: Communicator, messages: Sequence[Message]) -> None:
-        """Put operations on a stream, as one group of calls."""
-        device, stream = self._device, messages[0].ticket.stream
-        timed = self._options.timing and lane == "main"
+    def _put(self, tickets: list[Ticket], timed: bool) -> None:
+        """Put operations of one lane on its stream, as one group of calls."""
+        device, first, made = self._device, tickets[0], self.communicators
+        stream = first.stream
+        assert made is not None
         start = device.record(stream, timed=True) if timed else None
-        launch = Launch(device, stream, communicator)
-        for each in messages:
-            each.steps(launch, each.inputs, each.outputs)
+        launch = Launch(device, stream, first.handle, getattr(made, first.planned.lane))
+        for each in tickets:
+            each.planned.steps(launch, each.inputs, each.outputs)
         launch.finish()
         end = device.record(stream, timed)
-        for each in messages:
+        for each in tickets:
             # A stream that the caller queues on by itself frees tensors in its order: these are not kept.
-            own = (*each.inputs, *each.outputs) if each.ticket.operation.is_async or device.blocks else ()
-            each.ticket.launched(start, end, (*launch.kept, *own))
+            if each.operation.is_async or device.blocks:
+                each.kept = (*launch.kept, *each.inputs, *each.outputs)
+            elif launch.kept:
+                each.kept = launch.kept
+            each.inputs = each.outputs = ()
+            each.start, each.end = start, end
         device.when_reached(stream, self._outside.wake)
 
     @contextmanager
@@ -293,35 +280,15 @@ class Launcher:
             self._batches.batch = None
             batch.launch(self._launch_messages)
 
-    def _launch_messages(self, lane: str, messages: list[Message]) -> None:
-        first = messages[0].ticket.operation
+    def _launch_messages(self, tickets: list[Ticket]) -> None:
         try:
-            communicators = self.connected(first.deadline_ns)
-            self._put_watched(lane, self._lane_of(first.signature, communicators)[0], messages)
+            self._put_messages(tickets)
         except Dist2Error as error:
-            self._fail(error, messages)
+            self._fail(error, tickets)
         except BaseException as error:
-            for each in messages:
-                each.ticket.settle(error)
+            for each in tickets:
+                each.settle(error)
             raise
-
-    def _capture(self, message: Message) -> Ticket | None:
-        """Put an operation into the graph that the current stream is captured into: nothing runs.
-
-        Raises:
-            InvalidUsageError: The communicators are not made yet, which cannot be captured.
-        """
-        ticket, operation = message.ticket, message.ticket.operation
-        if self.communicators is None:
-            raise InvalidUsageError(
-                f"{operation.describe()} cannot be the first operation of group {self._info.name!r} "
-                f"inside a CUDA graph: run one before the capture, or build the group with eager=True"
-            )
-        communicator, lane = self._lane_of(operation.signature, self.communicators)
-        self._place(ticket, lane)
-        ticket.settle()  # no thread watches it: for the group it is over, and `wait` orders the streams
-        self._put("graph", communicator, [message])
-        return ticket if operation.is_async else None
 
     # Waiting
 
@@ -350,7 +317,7 @@ class Launcher:
 
     def _reached(self, operation: Operation, stream: Stream) -> Ticket:
         """Return a ticket for the work enqueued on a stream so far."""
-        ticket = Ticket(operation, self._device, stream, self._block, self._health)
+        ticket = Ticket(operation, None, (), (), self._device, stream, self._block, self._health)
         ticket.end = self._device.record(stream)
         return ticket
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -66,18 +65,6 @@ class Library:
         if not settings:
             return self
         return attrs.evolve(self, communicator=partial(ConfiguredCommunicator, self.functions, settings))
-
-    @contextmanager
-    def group(self) -> Iterator[None]:
-        """Launch the calls of a ``with`` block together; a block that raises ends the group as well.
-
-        A group that is left open would swallow all later calls of the thread.
-        """
-        self.group_start()
-        try:
-            yield
-        finally:
-            self.group_end()
 
 
 def load() -> Library:

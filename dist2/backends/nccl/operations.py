@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """`Operations`: each operation of a group as calls of NCCL.
 
 =================================  =====================================================================
@@ -22,11 +23,12 @@ import torch
 
 from dist2.backends.base import Tensors, split_rows
 from dist2.backends.nccl.arithmetic import UINT8, Arithmetic, arithmetic_of, moved
-from dist2.backends.nccl.launch import Launch
+from dist2.backends.nccl.launch import Launch, Steps
 from dist2.operation.signature import Signature
+from dist2.runtime.built import check_built
 
-Steps = Callable[[Launch, Tensors, Tensors], None]
-"""Puts an operation on a launch: see `Execute` for its tensors."""
+check_built(__name__, __file__)
+
 _How = dict[torch.dtype, Arithmetic]
 
 _MAX, _ONE_BYTE = 2, 1
@@ -79,12 +81,12 @@ class Operations:
     _all_reduce_coalesced = _all_reduce
 
     @staticmethod
-    def _combine_in_place(launch: Launch, flat: torch.Tensor, how: Arithmetic) -> None:
-        if not flat.numel():
+    def _combine_in_place(launch: Launch, memory: torch.Tensor, how: Arithmetic) -> None:
+        if not memory.numel():
             return
-        carried = launch.operand(flat, how, written=True)
+        carried = launch.operand(memory, how, written=True)
         at = carried.data_ptr()
-        launch.call("allReduce", at, at, carried.numel(), how.code, launch.op(how))
+        launch.call("allReduce", at, at, carried.numel() * how.parts, how.code, launch.op(how))
 
     def _reduce(self, launch: Launch, inputs: Tensors, outputs: Tensors, asked: Signature, how: _How) -> None:
         source = launch.source(inputs[0])
@@ -101,9 +103,8 @@ class Operations:
             return
         read = launch.operand(source, how)
         written = read if target is None else launch.result(target, how)
-        launch.call(
-            "reduce", read.data_ptr(), written.data_ptr(), read.numel(), how.code, launch.op(how), root
-        )
+        count = read.numel() * how.parts
+        launch.call("reduce", read.data_ptr(), written.data_ptr(), count, how.code, launch.op(how), root)
 
     def _reduce_scatter(
         self, launch: Launch, inputs: Tensors, outputs: Tensors, asked: Signature, how: _How
@@ -124,9 +125,8 @@ class Operations:
     def _scatter_sum(launch: Launch, whole: torch.Tensor, output: torch.Tensor, how: Arithmetic) -> None:
         read = launch.operand(whole, how)
         written = launch.result(launch.target(output), how)
-        launch.call(
-            "reduceScatter", read.data_ptr(), written.data_ptr(), written.numel(), how.code, launch.op(how)
-        )
+        count = written.numel() * how.parts
+        launch.call("reduceScatter", read.data_ptr(), written.data_ptr(), count, how.code, launch.op(how))
 
     def _reduce_scatter_v(
         self, launch: Launch, inputs: Tensors, outputs: Tensors, asked: Signature, how: _How
@@ -147,9 +147,10 @@ class Operations:
             self._spread(launch, launch.target(outputs[0]), asked.root)
 
     @staticmethod
-    def _spread(launch: Launch, flat: torch.Tensor, root: int) -> None:
-        if flat.numel():
-            launch.call("broadcast", flat.data_ptr(), flat.data_ptr(), *moved(flat.nbytes), root)
+    def _spread(launch: Launch, memory: torch.Tensor, root: int) -> None:
+        if memory.numel():
+            at = memory.data_ptr()
+            launch.call("broadcast", at, at, *moved(memory.nbytes), root)
 
     def _all_gather(
         self, launch: Launch, inputs: Tensors, outputs: Tensors, asked: Signature, how: _How

@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """`Watchdog`: a thread of a group that sees operations on the device end, or fail.
 
 It holds the tickets of all operations on the device, by stream in the order of launches. While there are
@@ -20,8 +21,11 @@ from time import monotonic_ns
 
 from dist2.backends.nccl.ticket import Ticket, again
 from dist2.errors import BackendError
+from dist2.runtime.built import check_built
 from dist2.runtime.deadline import FOREVER_NS, remaining_s
 from dist2.runtime.threads import Worker
+
+check_built(__name__, __file__)
 
 IDLE_S = 5.0
 LOOK_NS = 10_000_000
@@ -69,6 +73,7 @@ class Watchdog:
         self._soonest_ns = FOREVER_NS
         self._has_sooner = False
         self._thread: Worker | None = None
+        self._watching = 0  # the identifier of that thread
         self._ends = False
         self._asked_ns = 0
 
@@ -82,10 +87,8 @@ class Watchdog:
                 self._queues[ticket.handle] = deque((ticket,))
             if ticket.operation.deadline_ns < self._soonest_ns:
                 self._has_sooner = True
-            if self._thread is None:
+            if self._thread is None or self._watching == get_ident():
                 self._start()
-            else:
-                self.relieve()
             if was_idle:
                 self._changed.notify_all()
 
@@ -94,13 +97,13 @@ class Watchdog:
 
         It is in a callback then, which may wait for operations that only a watching thread can settle.
         """
-        thread = self._thread
-        if thread is not None and thread.ident == get_ident():
+        if self._watching == get_ident():
             self._start()
 
     def _start(self) -> None:
         self._thread = Worker(f"dist2-nccl-watch-{self._name}", self._run, end=self.stop)
         self._thread.start()
+        self._watching = self._thread.ident or 0
 
     def drain(self, deadline_ns: int) -> bool:
         """Wait until nothing is left to watch; False if that took too long."""
@@ -153,7 +156,7 @@ class Watchdog:
                 every = (each for queue in self._queues.values() for each in queue)
                 self._soonest_ns = min(each.operation.deadline_ns for each in every)
                 return min((queue[0] for queue in self._queues.values()), key=_age)
-            self._thread = None
+            self._thread, self._watching = None, 0
             return None
 
     def _is_time(self, ticket: Ticket, looks_ns: int) -> bool:
@@ -188,7 +191,7 @@ def _count_passed(queue: Iterable[Ticket]) -> int:
     A stream runs them in their order, so few are asked: each question lets another thread have the
     interpreter, and then waits for it.
     """
-    placed = list(takewhile(Ticket.is_placed, queue))
+    placed = list(takewhile(lambda ticket: ticket.is_placed(), queue))
     try:
         return bisect_left(placed, True, key=lambda ticket: not ticket.passed())
     except RuntimeError:  # the device has failed, which the thread that waits for these has met as well

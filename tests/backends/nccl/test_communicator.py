@@ -25,6 +25,8 @@ from dist2.runtime.deadline import deadline_in
 pytestmark = pytest.mark.skipif(bool(nccl_stubs.missing()), reason=str(nccl_stubs.missing()))
 
 FLOAT, SUM = 7, 0
+NO_STREAM = 0
+"""Calls without a stream run at once."""
 
 
 @pytest.fixture(params=["cupy", "ctypes"])
@@ -66,7 +68,7 @@ def each_rank(ranks: list[Communicator], call: Callable[[int, Communicator], Any
 def total(rank: int, communicator: Communicator, op: int = SUM) -> float:
     tensor = torch.full((3,), rank + 1.0)
     at = tensor.data_ptr()
-    communicator.issue(lambda calls: calls.allReduce(at, at, 3, FLOAT, op, 0))  # on no stream: at once
+    communicator.issue([("allReduce", (at, at, 3, FLOAT, op))], NO_STREAM)
     return tensor[0].item()
 
 
@@ -181,12 +183,10 @@ def attempt(call: Callable[[], object]) -> BaseException | None:
 
 
 def test_a_group_ends_when_a_call_in_it_raises(pair: list[Communicator]) -> None:
-    def wrong(calls: Any) -> None:
-        calls.send(0, 1, FLOAT, 99, 0)
-
+    wrong = ("send", (0, 1, FLOAT, 99))
     for each in pair:
         with pytest.raises(BackendError, match="invalid argument"):
-            each.issue_group(wrong)
+            each.issue([wrong, wrong], NO_STREAM)
     assert nccl_stubs.stub().stub_group_depth() == 0
     assert each_rank(pair, total) == [3.0, 3.0]
 
@@ -197,11 +197,9 @@ def test_a_group_is_launched_as_one(pair: list[Communicator]) -> None:
     def swap(rank: int, communicator: Communicator) -> float:
         mine, theirs = torch.full((100_000,), float(rank)), torch.empty(100_000)
 
-        def calls(calls: Any) -> None:
-            calls.send(mine.data_ptr(), mine.numel(), FLOAT, 1 - rank, 0)
-            calls.recv(theirs.data_ptr(), theirs.numel(), FLOAT, 1 - rank, 0)
-
-        communicator.issue_group(calls)
+        send = ("send", (mine.data_ptr(), mine.numel(), FLOAT, 1 - rank))
+        recv = ("recv", (theirs.data_ptr(), theirs.numel(), FLOAT, 1 - rank))
+        communicator.issue([send, recv], NO_STREAM)
         return theirs[0].item()
 
     assert each_rank(pair, swap) == [1.0, 0.0]
@@ -250,7 +248,7 @@ class Calls:
         self.entered, self.leaves = threading.Event(), threading.Event()
         self.aborting, self.aborted = threading.Event(), threading.Event()
 
-    def work(self) -> None:
+    def work(self, stream: int) -> None:
         self.log.append("called")
         self.entered.set()
         self.leaves.wait(10)
@@ -276,7 +274,7 @@ def test_abort_lets_a_call_return_that_has_just_begun(monkeypatch: pytest.Monkey
     calls = Calls()
     calls.aborted.set()
     one = Communicator(nothing, calls)
-    caller = started(lambda: one.issue(Calls.work))
+    caller = started(lambda: one.issue([("work", ())], NO_STREAM))
     calls.entered.wait(10)
     aborter = started(one.abort)
     assert not calls.aborting.wait(0.1)
@@ -294,7 +292,7 @@ def test_abort_breaks_a_call_off_at_once_that_has_lasted_long(monkeypatch: pytes
     calls = Calls()
     calls.aborted.set()
     one = Communicator(nothing, calls)
-    caller = started(lambda: one.issue(Calls.work))
+    caller = started(lambda: one.issue([("work", ())], NO_STREAM))
     calls.entered.wait(10)
     time.sleep(0.2)  # it blocks
     began_s = time.monotonic()
