@@ -116,7 +116,7 @@ def _members(text: str) -> tuple[int, ...]:
 
 
 def _pairs(listed: Iterable[Iterable[Any]]) -> tuple[tuple[int, int], ...]:
-    return tuple((int(first), int(second)) for first, second in listed)
+    return tuple([(int(first), int(second)) for first, second in listed])
 
 
 def entries_of(

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from observability.clocks import ClockOffset
 from observability.entries import MOST_TOLD, Entries
+from observability.frames import no_collection
 from observability.job.answer import Answer
 from observability.stragglers import Ledger, Straggler
 
@@ -74,14 +75,15 @@ class StragglerWatch:
                 return ()
             most = max(LEAST_TOLD, min(MOST_TOLD, TOLD_IN_ALL // len(ranks)))
             answers = self._ask({rank: self._after_ns.get(rank, 0) for rank in ranks}, most)
-            read = {rank: self._read(rank, answers.get(rank, UNKNOWN)) for rank in ranks}
-            told = {rank: entries for rank, entries in read.items() if entries is not None}
-            with self._lock:
-                for rank, entries in told.items():
-                    offset = self._clocks[rank].at(monotonic_ns())
-                    assert offset is not None  # there is a sample: the answer
-                    self._ledger.take(rank, entries, offset, self._processes[rank])
-                found = tuple(self._ledger.close(told))
+            with no_collection():  # of the calls of thousands of ranks, none is garbage yet
+                read = {rank: self._read(rank, answers.get(rank, UNKNOWN)) for rank in ranks}
+                told = {rank: entries for rank, entries in read.items() if entries is not None}
+                with self._lock:
+                    for rank, entries in told.items():
+                        offset = self._clocks[rank].at(monotonic_ns())
+                        assert offset is not None  # there is a sample: the answer
+                        self._ledger.take(rank, entries, offset, self._processes[rank])
+                    found = tuple(self._ledger.close(told))
             self._say(found)
             self.stragglers = found
         return found

@@ -170,6 +170,7 @@ class _GroupLedger:
     group: str
     ranks: tuple[int, ...]
     processes: Mapping[int, str]
+    members: frozenset[int] = attrs.field(init=False)  # the ranks: a job may have thousands
     pending: dict[int, dict[int, int]] = attrs.field(factory=dict)
     telling: tuple[int, ...] = ()
     strides: dict[int, int] = attrs.field(factory=dict)
@@ -183,6 +184,9 @@ class _GroupLedger:
     now: _Block = attrs.field(factory=_Block)
     blocks: deque[_Block] = attrs.field(factory=lambda: deque(maxlen=BLOCKS * SCALES[-1]))
     ended: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        self.members = frozenset(self.ranks)
 
     def take(self, rank: int, entries: Entries, offset: Offset) -> None:
         self.strides[rank] = entries.stride
@@ -330,7 +334,7 @@ class Ledger:
                 if len(self._groups) >= MAX_GROUPS:
                     del self._groups[next(iter(self._groups))]
                 known = self._groups[each.uid] = _GroupLedger(each.group, each.ranks, self._processes)
-            if rank in known.ranks:
+            if rank in known.members:
                 known.take(rank, each, offset)
 
     def close(self, telling: Container[int] | None = None) -> list[Straggler]:

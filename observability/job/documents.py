@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from observability.job.answer import Answer, Answers, State
@@ -14,6 +15,7 @@ MAX_EVENTS = 32
 def job_document(answers: Answers, found: Diagnosis, asked_rank: int, took_s: float) -> dict[str, Any]:
     """Return the answer of `/job`."""
     trouble = found.document()
+    waiting = {rank for each in found.waiting for rank in each.ranks}
     return {
         "slow_step": slow_step(answers),
         "world_size": len(answers),
@@ -22,7 +24,7 @@ def job_document(answers: Answers, found: Diagnosis, asked_rank: int, took_s: fl
         "took_s": took_s,
         **{name: trouble[name] for name in ("verdict", "culprits", "waiting")},
         "events": _events(answers),
-        "ranks": [_row(rank, answer, found) for rank, answer in answers.items()],
+        "ranks": [_row(rank, answer, found, waiting) for rank, answer in answers.items()],
     }
 
 
@@ -54,15 +56,15 @@ def _threads(answer: Answer) -> list[dict[str, Any]] | None:
     return list((answer.outside or {}).get("python", ())) or None
 
 
-def _row(rank: int, answer: Answer, found: Diagnosis) -> dict[str, Any]:
-    """Return the row of a rank in `/job`."""
+def _row(rank: int, answer: Answer, found: Diagnosis, waiting: Collection[int]) -> dict[str, Any]:
+    """Return the row of a rank in `/job`; ``waiting`` has the ranks inside of operations that wait."""
     common = {"rank": rank, "url": answer.url or None}
     state = answer.state
     if state is None:
         return {**common, "state": "silent", "silence": answer.why_silent, "process": answer.outside}
     return {
         **common,
-        "state": _condition(rank, state, found),
+        "state": _condition(rank, state, found, waiting),
         "at_s": state["epoch_ns"] / 1e9,
         "clock_offset_s": answer.offset_s,
         "clock_error_s": answer.error_s,
@@ -84,10 +86,10 @@ def _last(group: State) -> dict[str, Any] | None:
     return None if last is None else {name: last[name] for name in ("op", "seq", "call", "where", "state")}
 
 
-def _condition(rank: int, state: State, found: Diagnosis) -> str:
+def _condition(rank: int, state: State, found: Diagnosis, waiting: Collection[int]) -> str:
     """Return how a rank is, in a word or two."""
     if any(group["state"] == "broken" for group in state["groups"].values()):
         return "broken"
     if rank in found.culprits:
         return "waited for"
-    return "waiting" if any(rank in each.ranks for each in found.waiting) else "ok"
+    return "waiting" if rank in waiting else "ok"
