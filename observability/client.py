@@ -77,8 +77,6 @@ class Asker:
         if url.startswith("unix://"):
             headers["Host"] = "localhost"
         data = None if body is None else json.dumps(body).encode()
-        if data is not None:
-            headers["Content-Type"] = "application/json"
         for _ in range(TRIES - 1):
             try:
                 return self._send(url, headers, data, timeout_s)

@@ -13,8 +13,6 @@ import msgpack
 
 from observability.job.answer import Answer
 
-MEDIA_TYPE = "application/msgpack"
-
 Head = dict[str, Any]
 """Of the rank that answers: its process, and when it had the request and sent the answer, by its clock."""
 

@@ -15,7 +15,6 @@ from starlette.responses import Response
 
 from observability.job.answer import RANK_S
 from observability.job.gathering import read_request
-from observability.job.lines import MEDIA_TYPE
 from observability.job.member import Member
 from observability.server.answers import Endpoint, as_json, body_of, number
 from observability.server.threads import Together, on_thread
@@ -73,9 +72,9 @@ class JobEndpoints:
         body = await body_of(request)
         entries, wanted, limit_s = _read(lambda: read_request(body))
         if not entries:  # waits for no other rank: it needs no thread, which others may have taken
-            return Response(self._member.part(entries, wanted, limit_s), media_type=MEDIA_TYPE)
+            return Response(self._member.part(entries, wanted, limit_s))
         part = await on_thread(self._member.part, entries, wanted, limit_s)
-        return Response(part, media_type=MEDIA_TYPE)
+        return Response(part)
 
     async def waiting(self, request: Request) -> Response:
         """A diagnosis for a rank that waits; the missing ranks are notified."""
