@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
+from ssl import SSLCertVerificationError
 from typing import Any, NoReturn, TypeVar
 from urllib.error import HTTPError, URLError
 from urllib.parse import parse_qs, urlsplit
@@ -97,6 +98,9 @@ class ControlPlane:
             error.close()
             raise NoAnswerError(f"{self.base} {_refusal(error)}") from error
         except (OSError, Dist2Error, ValueError) as error:
+            if isinstance(getattr(error, "reason", None), SSLCertVerificationError):
+                untrusted = f"{self.base} has a certificate that is not trusted here: {_one_line(error)}"
+                raise NoAnswerError(f"{untrusted}; set DIST2_TLS_CA as in the job") from None
             raise NoAnswerError(f"{self.base} does not answer: {_one_line(error)}") from error
 
     def get_json(self, path: str, timeout_s: float = ANSWER_S) -> dict[str, Any]:

@@ -180,6 +180,18 @@ def test_with_certificates_it_is_encrypted(encrypted: tuple[Server, ssl.SSLConte
         assert ask(browser, f"Bearer {server.token}").status_code == 200
 
 
+def test_a_command_without_the_authority_of_the_job_is_told_the_remedy(
+    encrypted: tuple[Server, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, _ = encrypted
+    for name in ("DIST2_TLS_CERT", "DIST2_TLS_KEY", "DIST2_TLS_CA"):
+        monkeypatch.delenv(name)
+    ended = CliRunner().invoke(cli, ["why", server.url])
+    assert ended.exit_code == NO_ANSWER
+    assert "is not trusted here" in ended.output
+    assert "set DIST2_TLS_CA as in the job" in ended.output
+
+
 def test_who_does_not_speak_tls_gets_nothing(encrypted: tuple[Server, ssl.SSLContext]) -> None:
     server, _ = encrypted
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=5) as sock:
