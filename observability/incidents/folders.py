@@ -128,7 +128,7 @@ def latest_at(root: Path, url: str, after_s: float) -> Path | None:
     for path in newest(root):
         known = [line.split(" ", 1) for line in _urls(path)]
         if created(path) >= after_s and any(
-            each[-1] == url and not (is_local and each[0] != host) for each in known
+            _place(each[-1]) == _place(url) and not (is_local and each[0] != host) for each in known
         ):
             return path
     return None
@@ -145,6 +145,11 @@ def add_urls(path: Path, urls: Iterable[str]) -> None:
     if lines:
         with (path / URLS).open("a") as file:
             file.write("".join(f"{line}\n" for line in lines))
+
+
+def _place(url: str) -> str:
+    """Return a URL without its scheme, which users get wrong where a job has TLS."""
+    return url.partition("://")[2]
 
 
 def _urls(path: Path) -> list[str]:

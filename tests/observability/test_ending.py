@@ -314,7 +314,7 @@ def test_an_incident_is_not_of_a_later_job_at_its_url(
     assert "no incident here is of a job with this URL" in unanswered_at(local, ["why"])
     monkeypatch.setattr(socket, "gethostname", lambda: "another")
     assert folders.latest_at(root, local, 0.0) is None, "it is an address of another host"
-    assert folders.latest_at(root, remote, 0.0) == first
+    assert folders.latest_at(root, remote.replace("http", "https"), 0.0) == first
     second = folders.joined(root, "b", "second").path
     folders.add_urls(second, [remote])
     assert folders.latest_at(root, remote, 0.0) == second
