@@ -7,6 +7,7 @@ consequences, and may be heard of before the first one.
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Mapping
 
@@ -18,7 +19,7 @@ from support.ranks import TENANTS, Tenant
 from dist2 import PeerLostError, ProcessGroup
 from dist2.testing.ranks import RankFailed
 
-EPISODES = 60
+EPISODES = 40
 Call = Callable[[ProcessGroup, int], object]
 
 
@@ -91,20 +92,33 @@ class Episode:
             CALLS[name](pg, numel)
 
 
-@pytest.mark.parametrize("tenant", [each for each in TENANTS if each.backend == "socket"], ids=str)
+TWO_HOSTS = Tenant("hosts", "socket", layout=(0, 1, 1, 0, 1))
+
+
+@pytest.mark.parametrize(
+    "tenant", [*(each for each in TENANTS if each.backend == "socket"), TWO_HOSTS], ids=str
+)
 def test_all_name_who_left_first(tenant: Tenant) -> None:
     for seed in range(EPISODES):
         episode = Episode.of(seed)
         errors: dict[int, BaseException] = {}
 
+        over = threading.Barrier(episode.world_size, timeout=20)
+
         def body(
-            pg: ProcessGroup, episode: Episode = episode, errors: dict[int, BaseException] = errors
+            pg: ProcessGroup,
+            episode: Episode = episode,
+            errors: dict[int, BaseException] = errors,
+            over: threading.Barrier = over,
         ) -> None:
             try:
-                episode.run(pg)
+                with pg:
+                    episode.run(pg)
             except BaseException as failure:
                 errors[pg.rank()] = failure
                 raise
+            finally:
+                over.wait()  # a process lives on for a while as well
 
         with pytest.raises(RankFailed):
             tenant.run(episode.world_size, body)

@@ -330,7 +330,7 @@ class SocketBackend(Backend):
         For that, and any other error, such as one that a signal handler raised during an operation, revoke
         the group: no other rank can see it.
         """
-        self.endpoint.broken_by(error)
+        self.endpoint.broken_by(error, error.ranks if isinstance(error, PeerLostError) else ())
         if isinstance(error, OperationTimeoutError) and self.board is not None:
             is_message = error.op is not None and OpKind(error.op).is_p2p
             self.board.roster.time_out(error.missing, 0 if is_message else error.seq or 0)

@@ -178,9 +178,13 @@ class Roster:
             gone = self._left(absent, states)
         first = first or gone
         left, broke = self._left(first, states, _CLOSED), self._left(first, states, _ABORTED)
-        if left:
-            return PeerLostError(f"{self.names(left)} {left_words(self._why(left))}", ranks=left)
-        return PeerLostError(f"{self.names(broke)} aborted the group{self._why(broke)}", ranks=broke)
+        text = (
+            f"{self.names(left)} {left_words(self._why(left))}"
+            if left
+            else f"{self.names(broke)} aborted the group{self._why(broke)}"
+        )
+        ranks = left or broke
+        return PeerLostError(text, ranks=ranks if self.messages is None else self.messages.first_lost(ranks))
 
     def _check_timed_out(self, absent: Mapping[int, int], operation: Operation) -> None:
         """Raise if all absent members, given with their states, have given up an earlier operation."""

@@ -6,7 +6,7 @@ from collections import deque
 
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST
-from dist2.backends.socket.wire import Header, Kind
+from dist2.backends.socket.wire import Header
 from dist2.errors import WireError
 
 HELD_BYTES = 8 * CREDIT_BYTES
@@ -28,7 +28,7 @@ class AbsentGroups:
     def __init__(self) -> None:
         self._frames: list[Frame] = []
         self._closed: dict[int, None] = {}
-        self._untold: dict[str, deque[tuple[int, int]]] = {}
+        self._untold: dict[str, deque[bytes]] = {}
 
     def hold(self, link: Link, header: Header, payload: bytearray | None) -> None:
         """Keep a frame until its group is opened; drop it if the group has been closed.
@@ -69,17 +69,11 @@ class AbsentGroups:
         """Whether a group has been closed here, as far as that is remembered."""
         return context in self._closed
 
-    def tell_later(self, fabric_id: str, context: int, seq: int) -> None:
-        """Remember that a member without a link does not know that a group has been closed.
-
-        Args:
-            fabric_id: The member.
-            context: The group.
-            seq: The last collective that this rank called in it.
-        """
-        self._untold.setdefault(fabric_id, deque(maxlen=MAX_UNTOLD)).append((context, seq))
+    def tell_later(self, fabric_id: str, frame: bytes) -> None:
+        """Keep the report that a group has been closed for a member without a link."""
+        self._untold.setdefault(fabric_id, deque(maxlen=MAX_UNTOLD)).append(frame)
 
     def tell(self, link: Link) -> None:
         """Notify a newly linked process of the groups that were closed before."""
-        for context, seq in self._untold.pop(link.peer_id or "", ()):
-            link.put(Header(Kind.LEAVE, context=context, seq=seq).encode())
+        for frame in self._untold.pop(link.peer_id or "", ()):
+            link.put(frame)

@@ -67,7 +67,7 @@ class Departures:
         """Fail the operations that are pending with a member that closed the group."""
         mailbox.left.add(peer)
         self._assembly.departed(mailbox, peer)
-        error = aborted_error(mailbox, [peer]) if peer in mailbox.aborters else left_error(mailbox, [peer])
+        error = departed_error(mailbox, [peer])
         alone = len(mailbox.left | {mailbox.rank}) == len(mailbox.cards)
         for message in mailbox.pending():
             if message.source == peer or (alone and message.source == ANY_SOURCE):
@@ -98,6 +98,8 @@ class Departures:
         self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
     ) -> None:
         mailbox.take_reason(peer, payload)
+        if 0 < header.tag <= len(mailbox.cards):
+            mailbox.followed[peer] = header.tag - 1
         mailbox.calls.note_called(peer, header.seq)
         mailbox.unanswered[peer] = 0.0  # it calls nothing more
         if header.flags & ABORTED:
@@ -231,7 +233,7 @@ class Departures:
             if lagging and all(map(mailbox.follows, mailbox.aborters)):
                 self._outcomes.fail(mailbox, gone_error(mailbox, lagging))
             else:
-                self._outcomes.fail(mailbox, aborted_error(mailbox))
+                self._outcomes.fail(mailbox, gone_error(mailbox, sorted(mailbox.aborters)))
 
 
 def _frame(text: str, flags: int = 0) -> bytes:
@@ -274,6 +276,13 @@ def lost_error(mailbox: Mailbox, dead: Mapping[str, str]) -> PeerLostError:
 def gone_error(mailbox: Mailbox, ranks: Sequence[int]) -> PeerLostError:
     """Return the error that names the first of some members that closed or aborted the group."""
     ranks = first_of(mailbox, ranks)
+    error = departed_error(mailbox, ranks)
+    error.ranks = tuple(mailbox.first_lost(ranks))
+    return error
+
+
+def departed_error(mailbox: Mailbox, ranks: Sequence[int]) -> PeerLostError:
+    """Return the error that names members that closed or aborted the group."""
     told = left_error if mailbox.aborters.isdisjoint(ranks) else aborted_error
     return told(mailbox, ranks)
 
@@ -283,7 +292,6 @@ def left_error(mailbox: Mailbox, ranks: Sequence[int]) -> PeerLostError:
     return PeerLostError(f"{mailbox.names(ranks)} {left_words(mailbox.why(ranks))}", ranks=ranks)
 
 
-def aborted_error(mailbox: Mailbox, ranks: Sequence[int] = ()) -> PeerLostError:
-    """Return the error that names members that aborted the group: these, or the first of all."""
-    ranks = ranks or first_of(mailbox, sorted(mailbox.aborters))
+def aborted_error(mailbox: Mailbox, ranks: Sequence[int]) -> PeerLostError:
+    """Return the error that names members that aborted the group."""
     return PeerLostError(f"{mailbox.names(ranks)} aborted the group{mailbox.why(ranks)}", ranks=ranks)

@@ -23,7 +23,7 @@ from dist2.backends.socket.transport.messages.credit import (
     cost_of,
 )
 from dist2.backends.socket.transport.messages.delivery import Delivery
-from dist2.backends.socket.transport.messages.departures import aborted_error, left_error
+from dist2.backends.socket.transport.messages.departures import gone_error, left_error
 from dist2.backends.socket.transport.messages.explaining import overdue
 from dist2.backends.socket.transport.messages.mailbox import Arrived, Mailbox
 from dist2.backends.socket.transport.messages.outcomes import Outcomes
@@ -68,7 +68,7 @@ class Dispatch:
         sending.unasked = sending.nbytes <= EAGER_BYTES
         refusal = self._refusal(mailbox, sending.peer)
         if refusal is None and sending.tagged and mailbox.aborters:  # its receiver may never come
-            refusal = aborted_error(mailbox)
+            refusal = gone_error(mailbox, sorted(mailbox.aborters))
         if refusal is not None:
             self._outcomes.finish(sending, refusal)
         elif sending.peer == mailbox.rank:
@@ -104,7 +104,7 @@ class Dispatch:
         if mailbox.fault is not None:
             return mailbox.fault
         if peer in mailbox.aborters:
-            return aborted_error(mailbox)
+            return gone_error(mailbox, sorted(mailbox.aborters))
         if peer in mailbox.left:
             return left_error(mailbox, [peer])
         if peer == ANY_SOURCE and len(mailbox.left | {mailbox.rank}) == len(mailbox.cards) > 1:

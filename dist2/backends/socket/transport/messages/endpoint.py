@@ -394,13 +394,23 @@ class FabricEndpoint:
         """Whether a member reports a failure over others: see `Mailbox.follows`."""
         return self._mailbox.follows(rank)
 
+    def first_lost(self, ranks: Sequence[int]) -> Sequence[int]:
+        """Return the members that some departed ones lost first: see `Mailbox.first_lost`."""
+        return self._mailbox.first_lost(ranks)
+
     def why(self, ranks: Iterable[int]) -> str:
         """Return the reported causes of members for a broken group, as a suffix of a message."""
         return self._mailbox.why(ranks)
 
-    def broken_by(self, error: BaseException) -> None:
-        """Keep the error that broke the group on this rank, for members that wait for it."""
+    def broken_by(self, error: BaseException, lost: Sequence[int] = ()) -> None:
+        """Keep the error that broke the group on this rank, for members that wait for it.
+
+        Args:
+            error: The error.
+            lost: The members that it names.
+        """
         mailbox = self._mailbox
+        mailbox.lost = lost[0] + 1 if lost else 0
         mailbox.reason = b""  # the earlier reason does not name the operation
         mailbox.note_reason(error)
         GivenUp.note(mailbox, error)

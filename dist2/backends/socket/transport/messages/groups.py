@@ -88,22 +88,33 @@ class Groups:
         self._absent.close(mailbox.context)
         self._outcomes.fail(mailbox, error)
         self._departures.deserted.pop(mailbox, None)
-        flags = 0 if mailbox.aborted is None else ABORTED
-        why = mailbox.reason
-        seq = mailbox.calls.latest
-        frame = Header(Kind.LEAVE, flags, mailbox.context, seq, nbytes=len(why)).encode() + why
+        frame = _report(mailbox)
         for rank, fabric_id in enumerate(mailbox.fabric_ids):
             if self._linkage.outgoing.get(fabric_id) is not None or mailbox.aborted is not None:
                 # After an abort the others may wait for this member, which may never come to wait itself.
                 self._courier.tell(mailbox, rank, frame)
             elif rank != mailbox.rank and rank not in mailbox.left and fabric_id not in self._presence.dead:
-                self._absent.tell_later(fabric_id, mailbox.context, seq)
+                self._absent.tell_later(fabric_id, frame)
                 self._attend()  # it may connect when all threads of this process compute
         mailbox.let_go()
 
     def end(self, error: Dist2Error) -> None:
-        """Fail all groups, and those that are opened later; no peer is notified any more."""
+        """Fail all groups, and those that are opened later; no peer is notified any more.
+
+        Of those that were aborted while an operation was under way, members with a link are notified now.
+        """
         self._ended = error
         self._courier.silent = True
         for mailbox in self._mailboxes.values():
             self._outcomes.fail(mailbox, error)
+            links = map(self._linkage.outgoing.get, mailbox.fabric_ids if mailbox.aborted is not None else ())
+            for link in filter(None, links):
+                self._linkage.send(link, _report(mailbox))
+
+
+def _report(mailbox: Mailbox) -> bytes:
+    """Return the frame that tells members that a group was closed here, and why."""
+    flags = 0 if mailbox.aborted is None else ABORTED
+    why = mailbox.reason
+    seq = mailbox.calls.latest
+    return Header(Kind.LEAVE, flags, mailbox.context, seq, mailbox.lost, nbytes=len(why)).encode() + why

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from time import monotonic_ns
 
 from dist2.backends.socket.transport.fabric import Fabric
-from dist2.backends.socket.transport.messages.departures import behind, gone_error
+from dist2.backends.socket.transport.messages.departures import behind, departed_error, gone_error
 from dist2.backends.socket.transport.messages.explaining import HEAR_S, differing, explained
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.errors import MismatchError, PeerLostError
@@ -66,7 +66,9 @@ class Inquiry:
         mailbox = self._mailbox
         if not error.ranks or not mailbox.left.issuperset(error.ranks):
             return error
-        return gone_error(mailbox, (self._behind() if of_collective else None) or error.ranks)
+        if not of_collective:
+            return departed_error(mailbox, error.ranks)
+        return gone_error(mailbox, self._behind() or error.ranks)
 
     def _behind(self) -> list[int]:
         with self._fabric.lock:

@@ -23,8 +23,9 @@ cdef class Mailbox:
     cdef readonly bint inside
     cdef public long long ask_ns, asked_ns
     cdef public object apart, gave_up, fault, aborted, reason, on_revoked
+    cdef public long lost
     cdef readonly set answered, left, aborters, accepted
-    cdef readonly dict reasons, unanswered, sending, _posted, _arrived
+    cdef readonly dict reasons, followed, unanswered, sending, _posted, _arrived
     cdef dict _ranks
     cdef object _agreements, __weakref__
 

@@ -108,7 +108,9 @@ class Mailbox:
         left: Members that have closed the group.
         aborters: The ones among them that aborted it.
         reason: The error that broke the group on this rank, for members that wait for it.
+        lost: The member that this rank lost, if that broke the group here, plus 1; or 0.
         reasons: The errors reported by other members.
+        followed: By member that reports one: the member that it lost.
         on_revoked: Called when a member has revoked the group; under the fabric's lock.
         unanswered: Members that did not answer probes, or have left, and since when (in seconds).
         accounts: Credit of collectives and of point-to-point, by group rank: of those that messages are
@@ -153,7 +155,9 @@ class Mailbox:
         self.left: set[int] = set()
         self.aborters: set[int] = set()
         self.reason = b""
+        self.lost = 0
         self.reasons: dict[int, str] = {}
+        self.followed: dict[int, int] = {}
         self.on_revoked = on_revoked
         self.unanswered: dict[int, float] = {}
         self.accounts: tuple[defaultdict[int, Account], ...] = (defaultdict(Account), defaultdict(Account))
@@ -197,6 +201,22 @@ class Mailbox:
     def follows(self, rank: int) -> bool:
         """Whether a member reports a failure over others, whose report reaches all ranks, perhaps later."""
         return self.reasons.get(rank, "").startswith(_TOLD_TO_ALL)
+
+    def first_lost(self, ranks: Sequence[int]) -> Sequence[int]:
+        """Return the members that some departed ones lost first; these, unless all followed others.
+
+        A member that left in good order tells only those that it has a link to, and those tell of it.
+        """
+        if not all(map(self.follows, ranks)):
+            return ranks
+        first = set()
+        for rank in ranks:
+            passed = {rank}
+            while (lost := self.followed.get(rank, rank)) not in passed:
+                passed.add(lost)
+                rank = lost
+            first.add(rank)
+        return sorted(first - {self.rank}) or ranks
 
     def said(self, rank: int) -> bytes:
         """Return the known error that broke the group on a member."""
