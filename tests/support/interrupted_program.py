@@ -38,8 +38,8 @@ WAITS: dict[str, Call] = {
 """Calls in which rank 0 waits for rank 1."""
 
 OPERATIONS: dict[str, Call] = {
-    "in_python": lambda pg: pg.all_reduce(torch.ones(3), async_op=False),
-    "from_python_to_c": lambda pg: pg.all_reduce(torch.ones(3), async_op=False),  # the plan is known now
+    "in_python": lambda pg: pg.all_reduce(torch.ones(3), timeout=20.0),
+    "from_python_to_c": lambda pg: pg.all_reduce(torch.ones(3), timeout=20.0),  # the plan is known now
     "message": lambda pg: pg.isend(torch.ones(3), pg.rank()),
 }
 """Calls that call instruments while they run."""
@@ -132,7 +132,7 @@ def closed(pg: ProcessGroup, instrument: Instrument) -> dict[str, str]:
     groups[1].shutdown()
     for group, end in zip(groups[2:], ("abort", "shutdown"), strict=True):
         instrument.next = getattr(group, end)
-        pg.all_reduce(torch.ones(1), async_op=False)
+        pg.all_reduce(torch.ones(1), timeout=20.0)  # by the method in Python
     for thread in threading.enumerate():
         if thread.name.startswith("dist2-abort"):
             thread.join(LIMIT_S)
