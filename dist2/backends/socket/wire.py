@@ -109,8 +109,8 @@ class Header:
         flags: `TAGGED` or 0.
         context: The group.
         seq: Number of the operation (collectives), or of the agreement.
-        tag: Step of the schedule (collectives), tag (point-to-point), byte offset (`DATA`), or the member that
-            the sender lost, plus 1 (`LEAVE`).
+        tag: Step of the schedule (collectives), tag (point-to-point), byte offset (`DATA`), or the member
+            that the sender lost, plus 1 (`LEAVE`).
         fingerprint: The operation's fingerprint.
         nbytes: Length of the payload that follows.
         transfer: The sender's number of an announced message.
