@@ -268,14 +268,20 @@ def started(call: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def test_abort_lets_a_call_return_that_has_just_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(communicator, "_BLOCKED_NS", 30 * 10**9)
+def inside_a_call() -> tuple[Communicator, Calls, threading.Thread]:
+    """Return a communicator that a thread is in a call of; its abort takes no time."""
     nothing: Any = None
     calls = Calls()
     calls.aborted.set()
     one = Communicator(nothing, calls)
     caller = started(lambda: one.issue([("work", ())], NO_STREAM))
     calls.entered.wait(10)
+    return one, calls, caller
+
+
+def test_abort_lets_a_call_return_that_has_just_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communicator, "_BLOCKED_NS", 30 * 10**9)
+    one, calls, caller = inside_a_call()
     aborter = started(one.abort)
     assert not calls.aborting.wait(0.1)
     with pytest.raises(GroupAbortedError):  # no call begins any more
@@ -288,12 +294,7 @@ def test_abort_lets_a_call_return_that_has_just_begun(monkeypatch: pytest.Monkey
 
 def test_abort_breaks_a_call_off_at_once_that_has_lasted_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(communicator, "_BLOCKED_NS", 200_000_000)
-    nothing: Any = None
-    calls = Calls()
-    calls.aborted.set()
-    one = Communicator(nothing, calls)
-    caller = started(lambda: one.issue([("work", ())], NO_STREAM))
-    calls.entered.wait(10)
+    one, calls, caller = inside_a_call()
     time.sleep(0.2)  # it blocks
     began_s = time.monotonic()
     one.abort()

@@ -42,6 +42,15 @@ def greet(endpoint: FabricEndpoint, peer: int) -> None:
     endpoint.wait([sending, receiving], deadline_in(10.0))
 
 
+def listening_boards(*endpoints: FabricEndpoint) -> Members:
+    """Return boards that listen to the messages of a group."""
+    members = Members(len(endpoints))
+    for board, messages in zip(members.boards, endpoints, strict=True):
+        assert board.meeting.look_up()
+        board.listen(messages)
+    return members
+
+
 def fail(endpoint: FabricEndpoint, error: Exception) -> None:
     """Abort a group over an error."""
     endpoint.broken_by(error)
@@ -128,10 +137,7 @@ def test_who_is_aborted_itself_waits_for_nobody(world: World) -> None:
 def test_in_shared_memory_the_word_of_who_aborted_is_in_the_error(world: World) -> None:
     """Shared memory shows the abort before the message with its reason, by any delay of the aborting rank."""
     first, second, _ = world.group()
-    members = Members(2)
-    for board, messages in zip(members.boards, (first, second), strict=True):
-        assert board.meeting.look_up()
-        board.listen(messages)
+    members = listening_boards(first, second)
 
     def abort() -> None:
         members.boards[1].abort(GroupAbortedError("by the test"))
@@ -148,12 +154,8 @@ def test_in_shared_memory_the_word_of_who_aborted_is_in_the_error(world: World) 
 
 def test_in_shared_memory_who_aborted_because_of_another_is_not_named(world: World) -> None:
     """The abort of rank 1 is a consequence of that of rank 2, and may be seen first."""
-    endpoints = world.group()
-    members = Members(3)
-    for board, messages in zip(members.boards, endpoints, strict=True):
-        assert board.meeting.look_up()
-        board.listen(messages)
-    first, second, third = endpoints
+    first, second, third = world.group()
+    members = listening_boards(first, second, third)
 
     def abort() -> None:
         members.boards[1].abort(GroupAbortedError("by the test"))
