@@ -156,8 +156,10 @@ class Roster:
         died = self.lost()
         if died:
             raise PeerLostError(self.names.ended(died), ranks=list(died))
-        if self._left(absent, states):
-            raise self._left_error(absent, states)
+        gone = self._left(absent, states)
+        if gone:
+            self._hear_out(self._left(gone, states, _ABORTED), self._left(gone, states, _CLOSED))
+            raise self._left_error(gone, states)
         self._check_timed_out({rank: states.get(rank, _OPEN) for rank in absent}, operation)
         return absent
 
@@ -166,25 +168,14 @@ class Roster:
         """Return those of some ranks that have left the group, in any way or in one."""
         return [rank for rank in ranks if states.get(rank) in (kinds or (_CLOSED, _ABORTED))]
 
-    def _left_error(self, absent: Sequence[int], states: Mapping[int, int]) -> PeerLostError:
+    def _left_error(self, gone: Sequence[int], states: Mapping[int, int]) -> PeerLostError:
         """Return the error of a wait for members that have left, some of them perhaps because of others."""
-        gone = self._left(absent, states)
-        heard: list[int] = []
-        first: list[int] = []
-        while not first and gone != heard:
-            self._hear_out(self._left(gone, states, _ABORTED), self._left(gone, states, _CLOSED))
-            first = [rank for rank in gone if self.messages is None or not self.messages.follows(rank)]
-            heard, states = gone, self._states()  # those that they followed were perhaps not seen before
-            gone = self._left(absent, states)
-        first = first or gone
-        left, broke = self._left(first, states, _CLOSED), self._left(first, states, _ABORTED)
-        text = (
-            f"{self.names(left)} {left_words(self._why(left))}"
-            if left
-            else f"{self.names(broke)} aborted the group{self._why(broke)}"
-        )
-        ranks = left or broke
-        return PeerLostError(text, ranks=ranks if self.messages is None else self.messages.first_lost(ranks))
+        first = gone if self.messages is None else self.messages.first_of(gone)
+        left = self._left(first, states, _CLOSED)
+        ranks = left or first
+        words = left_words(self._why(left)) if left else f"aborted the group{self._why(ranks)}"
+        lost = ranks if self.messages is None else self.messages.first_lost(ranks)
+        return PeerLostError(f"{self.names(ranks)} {words}", ranks=lost)
 
     def _check_timed_out(self, absent: Mapping[int, int], operation: Operation) -> None:
         """Raise if all absent members, given with their states, have given up an earlier operation."""

@@ -262,11 +262,6 @@ def behind(mailbox: Mailbox) -> list[int]:
     return [rank for rank in sorted(mailbox.left) if did_not_call(mailbox, rank)]
 
 
-def first_of(mailbox: Mailbox, ranks: Sequence[int]) -> Sequence[int]:
-    """Return those of some departed members that did not leave because of others; all, if each did."""
-    return [rank for rank in ranks if not mailbox.follows(rank)] or ranks
-
-
 def lost_error(mailbox: Mailbox, dead: Mapping[str, str]) -> PeerLostError:
     """Return the error that names the members that died."""
     ends = {rank: dead[each] for rank, each in enumerate(mailbox.fabric_ids) if each in dead}
@@ -275,7 +270,7 @@ def lost_error(mailbox: Mailbox, dead: Mapping[str, str]) -> PeerLostError:
 
 def gone_error(mailbox: Mailbox, ranks: Sequence[int]) -> PeerLostError:
     """Return the error that names the first of some members that closed or aborted the group."""
-    ranks = first_of(mailbox, ranks)
+    ranks = mailbox.first_of(ranks)
     error = departed_error(mailbox, ranks)
     error.ranks = tuple(mailbox.first_lost(ranks))
     return error
@@ -283,8 +278,7 @@ def gone_error(mailbox: Mailbox, ranks: Sequence[int]) -> PeerLostError:
 
 def departed_error(mailbox: Mailbox, ranks: Sequence[int]) -> PeerLostError:
     """Return the error that names members that closed or aborted the group."""
-    told = left_error if mailbox.aborters.isdisjoint(ranks) else aborted_error
-    return told(mailbox, ranks)
+    return (left_error if mailbox.aborters.isdisjoint(ranks) else aborted_error)(mailbox, ranks)
 
 
 def left_error(mailbox: Mailbox, ranks: Sequence[int]) -> PeerLostError:

@@ -390,9 +390,9 @@ class FabricEndpoint:
         with self._lock:
             return last_seen(self._mailbox.calls, ranks)
 
-    def follows(self, rank: int) -> bool:
-        """Whether a member reports a failure over others: see `Mailbox.follows`."""
-        return self._mailbox.follows(rank)
+    def first_of(self, ranks: Sequence[int]) -> Sequence[int]:
+        """Return those of some departed members that did not follow others: see `Mailbox.first_of`."""
+        return self._mailbox.first_of(ranks)
 
     def first_lost(self, ranks: Sequence[int]) -> Sequence[int]:
         """Return the members that some departed ones lost first: see `Mailbox.first_lost`."""

@@ -107,9 +107,10 @@ class Groups:
         self._courier.silent = True
         for mailbox in self._mailboxes.values():
             self._outcomes.fail(mailbox, error)
-            links = map(self._linkage.outgoing.get, mailbox.fabric_ids if mailbox.aborted is not None else ())
-            for link in filter(None, links):
-                self._linkage.send(link, _report(mailbox))
+            if mailbox.aborted is not None:
+                frame = _report(mailbox)
+                for link in filter(None, map(self._linkage.outgoing.get, mailbox.fabric_ids)):
+                    self._linkage.send(link, frame)
 
 
 def _report(mailbox: Mailbox) -> bytes:

@@ -202,6 +202,10 @@ class Mailbox:
         """Whether a member reports a failure over others, whose report reaches all ranks, perhaps later."""
         return self.reasons.get(rank, "").startswith(_TOLD_TO_ALL)
 
+    def first_of(self, ranks: Sequence[int]) -> Sequence[int]:
+        """Return those of some departed members that did not leave because of others; all, if each did."""
+        return [rank for rank in ranks if not self.follows(rank)] or ranks
+
     def first_lost(self, ranks: Sequence[int]) -> Sequence[int]:
         """Return the members that some departed ones lost first; these, unless all followed others.
 
