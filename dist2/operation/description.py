@@ -29,7 +29,7 @@ class Call:
     Attributes:
         op: Modern name of the operation; empty where the rank has called nothing.
         seq: Its number in the group (of this collective, or of this point-to-point).
-        dtypes: The dtypes of the tensors read, or else of those written; the first eight.
+        dtypes: The dtypes of the tensors that ranks compare: see `Signature.compared`; the first eight.
         shapes: Likewise.
         reduction: ``"sum"``, where contributions combine.
         root: Group rank of the root, where there is one.
@@ -162,6 +162,17 @@ _ATTRIBUTES: tuple[tuple[str, Value, Text], ...] = (
 """Attributes to compare: name, value to compare, value to show. The first difference is named."""
 
 
+def calls_differ(one: Call, other: Call) -> bool:
+    """Whether two calls are of different operations of the group, or differ in an attribute."""
+    return one.seq != other.seq or any(value(one) != value(other) for _, value, _ in _ATTRIBUTES)
+
+
+def is_behind(call: Call, other: Call) -> bool:
+    """Whether a call is of an earlier collective than another: its rank has not called that one yet."""
+    messages = {"send", "recv"}  # which have numbers of their own
+    return call.seq < other.seq and not messages & {call.op, other.op}
+
+
 def describe_difference(calls: Mapping[int, Call], names: RankNames = RANKS) -> str:
     """Return the attribute in which calls differ first, with its values: ``dtype differs: ranks 0-6 ...``.
 
@@ -177,18 +188,27 @@ def describe_difference(calls: Mapping[int, Call], names: RankNames = RANKS) -> 
             return f"sizes differ: {call.sizes}"
     known = {rank: call for rank, call in calls.items() if call.op}
     messages = _ends_of_a_message(known)
-    attributes = _ATTRIBUTES
     if messages:  # others only watch
-        known, attributes = messages, _ATTRIBUTES[1:]
+        found = _first_difference(messages, _ATTRIBUTES[1:], names)
+    else:
+        latest = max(known.values(), key=lambda call: call.seq, default=Call())
+        newest = {rank: call for rank, call in known.items() if not is_behind(call, latest)}
+        found = _first_difference(newest, _ATTRIBUTES, names) or _first_difference(known, _ATTRIBUTES, names)
+    return found or "ranks called different operations"
+
+
+def _first_difference(
+    calls: Mapping[int, Call], attributes: Sequence[tuple[str, Value, Text]], names: RankNames
+) -> str:
+    """Return the first attribute in which calls differ, and its values; empty if they are alike."""
     for name, value, text in attributes:
         groups: dict[Hashable, list[int]] = {}
-        for rank, call in sorted(known.items()):
+        for rank, call in sorted(calls.items()):
             groups.setdefault(value(call), []).append(rank)
         if len(groups) > 1:
-            return f"{name} differs: " + _listed(
-                [f"{names(ranks, False)} {text(known[ranks[0]], names)}" for ranks in groups.values()], ", "
-            )
-    return "ranks called different operations"
+            values = [f"{names(ranks, False)} {text(calls[ranks[0]], names)}" for ranks in groups.values()]
+            return f"{name} differs: {_listed(values, ', ')}"
+    return ""
 
 
 def _ends_of_a_message(calls: Mapping[int, Call]) -> dict[int, Call]:

@@ -22,7 +22,6 @@ from cython.cimports.dist2.operation.interpreter import (
 )
 
 from dist2.operation.description import Call
-from dist2.operation.kinds import OpKind
 from dist2.runtime.built import check_built
 
 if TYPE_CHECKING:
@@ -175,9 +174,7 @@ class Operation:
     def call(self) -> Call:
         """Return the description of the call that other ranks get."""
         signature = self.signature
-        metas = signature.inputs or signature.outputs
-        if signature.kind is OpKind.ALL_GATHER_V:  # whose inputs may differ: the outputs may not
-            metas = signature.outputs
+        metas = signature.compared
         return Call(
             op=signature.kind.value,
             seq=self.seq,

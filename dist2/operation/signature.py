@@ -112,6 +112,11 @@ class Signature:
         object.__setattr__(self, "nbytes", self._payload_bytes())
         object.__setattr__(self, "fingerprint", fingerprint_of(self))
 
+    @property
+    def compared(self) -> tuple[TensorMeta, ...]:
+        """The metas that ranks compare: of the inputs, or of the outputs where inputs may differ."""
+        return self.outputs if self.kind in _BY_OUTPUTS else self.inputs
+
     def _payload_bytes(self) -> int:
         read = sum([meta.nbytes for meta in self.inputs])
         if self.outputs is self.inputs:
@@ -138,8 +143,8 @@ def fingerprint_of(signature: Signature) -> int:
     root has all tensors (`gather`, `scatter`), one part.
     """
     kind = signature.kind
-    metas = signature.outputs if kind in _BY_OUTPUTS else signature.inputs
-    return _fingerprint(OpKind.SEND if kind.is_p2p else kind, signature.reduction, signature.root, metas)
+    op = OpKind.SEND if kind.is_p2p else kind
+    return _fingerprint(op, signature.reduction, signature.root, signature.compared)
 
 
 _BY_OUTPUTS = frozenset({OpKind.SCATTER, OpKind.RECV, OpKind.ALL_GATHER_V})

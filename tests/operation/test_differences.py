@@ -47,6 +47,13 @@ def test_shapes_of_equal_counts_do_not_differ() -> None:
     assert describe_difference({0: CALL, 1: other}) == "root differs: rank 0 root=None, rank 1 root=1"
 
 
+def test_a_rank_that_is_still_at_an_earlier_collective_is_not_compared() -> None:
+    late = attrs.evolve(CALL, op="broadcast", seq=6)
+    calls = {0: CALL, 1: attrs.evolve(CALL, reduction="max"), 2: late, 3: late}
+    assert describe_difference(calls) == "reduction differs: rank 0 sum, rank 1 max"
+    assert describe_difference({0: CALL, 2: late}) == "operation differs: rank 0 all_reduce, rank 2 broadcast"
+
+
 def test_a_message_is_compared_with_its_receive_alone() -> None:
     send = attrs.evolve(CALL, op="send", reduction=None)
     recv = attrs.evolve(send, op="recv", dtypes=("int32",))

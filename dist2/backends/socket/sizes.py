@@ -128,22 +128,32 @@ def check_sizes(operation: Operation, everyone: Sequence[Sequence[int]]) -> None
         everyone: The result of `sizes_of` of each rank.
 
     Raises:
-        MismatchError: They differ; it is the same on all ranks.
+        MismatchError: They differ, on all ranks; `actual` has the ranks that differ from the caller, or, if
+            none do, those that differ from each other.
     """
     size, group = len(everyone), operation.signature.group
-    pairs = [(source, target) for source in range(size) for target in range(size)]
     found = [
-        (source, f"sends {sent} elements to {group.names([target])}, which receives {received} from it")
-        for source, target in pairs
-        if (sent := everyone[source][target]) != (received := everyone[target][size + source])
+        (source, target)
+        for source in range(size)
+        for target in range(size)
+        if everyone[source][target] != everyone[target][size + source]
     ]
     if not found:
         return
-    shown = [f"{group.names([rank])} {text}" for rank, text in found[:_MOST]]
+    texts = {
+        (source, target): f"{group.names([source])} sends {everyone[source][target]} elements to "
+        f"{group.names([target])}, which receives {everyone[target][size + source]} from it"
+        for source, target in found
+    }
+    shown = list(texts.values())[:_MOST]
     if len(found) > _MOST:
         shown.append(f"and {len(found) - _MOST} others")
+    concerned = [pair for pair in found if group.rank in pair] or found
+    actual = {rank: texts[pair] for pair in concerned for rank in pair}
+    if len(actual) > 1:
+        actual.pop(group.rank, None)
     raise MismatchError(
         f"sizes differ in {operation.describe()}: {'; '.join(shown)} (this is {group.names([group.rank])})",
         expected=operation.describe(),
-        actual=dict(found),
+        actual=actual,
     )

@@ -80,3 +80,17 @@ def test_exchanges_in_shared_memory(fits: bool, largest: int, shared: bool) -> N
             assert torch.equal(result, torch.cat(parts))
 
     run_ranks(3, body, SHM)
+
+
+def test_each_rank_is_told_who_differs_from_it() -> None:
+    """Rank 1 sends rank 2 more than that receives; rank 0 agrees with both."""
+
+    def body(pg: ProcessGroup) -> set[int]:
+        sizes = [2, 2, 3 if pg.rank() == 1 else 2]
+        with pytest.raises(MismatchError) as caught:
+            pg.all_to_all_single(
+                torch.empty(6), torch.ones(sum(sizes)), output_splits=[2] * 3, input_splits=sizes
+            )
+        return set(caught.value.actual)
+
+    assert run_ranks(3, body, SHM) == [{1, 2}, {2}, {1}]

@@ -9,13 +9,13 @@ import attrs
 
 from dist2.backends.socket.wire import TAGGED, Header
 from dist2.errors import MismatchError
-from dist2.operation.description import Call
+from dist2.operation.description import Call, calls_differ
 from dist2.runtime.rank_names import RANKS, RankNames
 
 REMEMBERED = 64
 """Operations whose fingerprints are kept at least, for messages that come after their end."""
 UNKNOWN = 2**64 - 1
-"""In place of a fingerprint: such a call differs only from calls that are known to differ from it."""
+"""In place of a fingerprint: such a call is compared by the attributes in its description."""
 INTRODUCED = 1024
 """Fingerprints whose meaning is kept, of all members together."""
 
@@ -26,7 +26,7 @@ class Called:
 
     Attributes:
         seq: Number of the operation.
-        fingerprint: Its fingerprint; `UNKNOWN` where shared memory has shown the call.
+        fingerprint: Its fingerprint; `UNKNOWN` where the rank itself did not send the call.
         text: The call, in words.
         call: The call, in parts.
     """
@@ -39,6 +39,12 @@ class Called:
     @call.default
     def _nothing(self) -> Call:
         return Call(seq=self.seq, text=self.text)
+
+    def differs_from(self, other: Called) -> bool:
+        """Whether it is known to be another operation, or another call of the same one."""
+        if UNKNOWN in (self.fingerprint, other.fingerprint):
+            return calls_differ(self.call, other.call)
+        return (self.seq, self.fingerprint) != (other.seq, other.fingerprint)
 
 
 NOTHING_YET = Called(0, 0, "nothing yet")

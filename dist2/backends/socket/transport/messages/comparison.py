@@ -13,7 +13,7 @@ import attrs
 
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.linkage import Linkage
-from dist2.backends.socket.transport.messages.calls import Called
+from dist2.backends.socket.transport.messages.calls import UNKNOWN, Called
 from dist2.backends.socket.transport.messages.courier import Courier
 from dist2.backends.socket.transport.messages.explaining import explained
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
@@ -192,11 +192,11 @@ class Comparison:
             rank = int(number) if number.isdigit() else -1
             call = Call.decode(text) if text else Call()
             if rank == mailbox.rank:
-                own = Called(call.seq, 0, call.text, call)
+                own = Called(call.seq, UNKNOWN, call.text, call)
             elif 0 <= rank < len(mailbox.cards):
                 mailbox.calls.offenders.add(rank)
                 if text:
-                    mailbox.calls.described.setdefault(rank, Called(call.seq, 0, call.text, call))
+                    mailbox.calls.described.setdefault(rank, Called(call.seq, UNKNOWN, call.text, call))
         tagged = bool(header.flags & TAGGED)
         if tagged and own is not None:  # it is about a message that this rank sent
             mailbox.calls.offenders.add(peer)

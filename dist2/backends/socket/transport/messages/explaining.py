@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from dist2.backends.socket.transport.messages.calls import UNKNOWN, Called, Calls
+from dist2.backends.socket.transport.messages.calls import Calls
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.errors import MismatchError, OperationTimeoutError, ResourceError
-from dist2.operation.description import Call, describe_calls, describe_difference
+from dist2.operation.description import Call, describe_calls, describe_difference, is_behind
 from dist2.runtime.rank_names import RankNames
 
 HEAR_S = 0.3
@@ -27,15 +27,22 @@ def left_words(why: str = "") -> str:
     return f"left the group{why or fewer}"
 
 
-def differing(calls: Calls) -> dict[int, Called]:
-    """Return the members that are known to have called something else than this rank."""
-    mine = (calls.mine.seq, calls.mine.fingerprint)
-    return {
-        rank: called
-        for rank, called in calls.described.items()
-        if rank in calls.offenders
-        or (called.fingerprint != UNKNOWN and (called.seq, called.fingerprint) != mine)
+def differing(calls: Calls) -> set[int]:
+    """Return the members that are known to have called something else than this rank.
+
+    Others may accuse a member that called the same as this rank: the accuser differs then. A member that is
+    still at an earlier collective differs in nothing. Where calls match but not the lengths of their parts,
+    both sides of such a part are returned.
+    """
+    others, mine = calls.described, calls.mine
+    if any(each.call.sizes for each in (mine, *others.values())):
+        return calls.offenders | {rank for rank, called in others.items() if called.call.sizes}
+    described = {
+        rank
+        for rank, called in others.items()
+        if called.differs_from(mine) and (rank in calls.offenders or not is_behind(called.call, mine.call))
     }
+    return described | (calls.offenders - others.keys())
 
 
 def explained(calls: Calls) -> MismatchError:
@@ -43,7 +50,7 @@ def explained(calls: Calls) -> MismatchError:
     said = {rank: called.call for rank, called in calls.described.items()}
     for rank in calls.offenders - calls.described.keys():
         said[rank] = Call(text="an operation that it did not describe in time")
-    actual = {rank: said[rank].text for rank in differing(calls).keys() | calls.offenders}
+    actual = {rank: said[rank].text for rank in differing(calls)}
     return mismatch(calls.rank, calls.mine.call, said, actual, calls.names)
 
 
