@@ -14,9 +14,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dist2.errors import Dist2Error
 from dist2.security.refusals import refusals
@@ -36,13 +35,19 @@ ACCEPT_TURNS = 3
 MAX_WAITING = 128
 """Clients whose request is not there yet; for one more, the one that has been silent longest is closed."""
 MAX_CLIENTS = 256
+MAX_HEAD = 64 << 10
+"""Bytes of the first line and the headers of a request, which the parser does not limit."""
 
 
-class Connection(H11Protocol):
-    """A client's connection, which is closed if no whole request arrives in time."""
+class Connection(HttpToolsProtocol):
+    """A client's connection, which is closed if no whole request arrives in time.
+
+    Its parser is in C: uvicorn's other one takes as long for a request of a rank as all the rest of it.
+    """
 
     _overdue: asyncio.TimerHandle | None = None
     _has_spoken = False
+    _head_bytes = 0
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -69,7 +74,12 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         self._has_spoken = True
         super().data_received(data)
-        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+        cycle = self.cycle  # of the request whose head came last; None before
+        in_head = cycle is None or cycle.response_complete
+        self._head_bytes = self._head_bytes + len(data) if in_head else 0
+        if self._head_bytes > MAX_HEAD:
+            self.turn_away("long", f"a head of more than {MAX_HEAD} bytes")
+        elif in_head or cycle.more_body:
             self._await_request()
         else:
             self._await_nothing()

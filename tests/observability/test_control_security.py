@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from urllib.error import HTTPError
 
@@ -231,6 +232,16 @@ def test_who_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch, says: bytes
         assert is_closed(sock)
         assert time.monotonic() - start < 5
         assert counted("silent") == before + events
+
+
+def test_a_head_without_an_end_is_closed(server: Server) -> None:
+    before = counted("long")
+    with connect(server, b"GET / HTTP/1.1\r\nHost: a\r\nX: ") as sock:
+        with suppress(ConnectionError):  # closed meanwhile
+            for _ in range(16):
+                sock.sendall(b"x" * (serving.MAX_HEAD // 8))
+        assert is_closed(sock)
+    assert counted("long") == before + 1
 
 
 @pytest.fixture
