@@ -14,7 +14,7 @@ from support.processes import Crew, caught, hear, tell
 from support.ranks import TENANTS, Tenant, run_ranks
 from support.time_limits import in_time
 
-from dist2 import PeerLostError, ProcessGroup
+from dist2 import OperationTimeoutError, PeerLostError, ProcessGroup
 
 SIZE = 3
 LEAVER = 1
@@ -22,6 +22,7 @@ TOLD_S = 1.0
 TOLD_BESIDE_S = 3.0
 """Of a backend with a control group, whose links may have to be made first."""
 TIMEOUT_S = 15.0
+TWO_HOSTS = Tenant("hosts", "socket", layout=(0, 1, 1))
 
 
 def _exchange(pg: ProcessGroup) -> None:
@@ -87,7 +88,7 @@ def judge(told: list[tuple[str, tuple[int, ...], float] | None], case: tuple[obj
 def test_a_thread_that_leaves_is_known_to_all(transport: str, point: str) -> None:
     tenant = Tenant(transport, "socket", {"transport": transport})
     if transport == "hosts":
-        tenant = Tenant("hosts", "socket", layout=(0, 1, 1))
+        tenant = TWO_HOSTS
     for need in NEEDS:
         for stays in (False, True):
             told = run_ranks(
@@ -165,3 +166,30 @@ def test_a_thread_that_aborts_before_its_first_call_is_not_said_to_have_left(tra
         told = run_ranks(SIZE, body, Tenant(transport, "socket", {"transport": transport}), timeout=TIMEOUT_S)
         assert not [text for text in told if "left the group" in text]
         assert all(f"rank {LEAVER} aborted the group" in told[rank] for rank in (0, 2)), told
+
+
+@pytest.mark.parametrize(
+    "tenant", [*(each for each in TENANTS if each.backend != "nccl"), TWO_HOSTS], ids=str
+)
+def test_who_comes_late_is_told_the_timeout_for_which_others_left(tenant: Tenant) -> None:
+    """They close the group, as after any other call; the late rank made as many calls as they did."""
+    all_gave_up, all_left = threading.Barrier(SIZE - 1), threading.Barrier(SIZE)
+
+    def body(pg: ProcessGroup) -> None:
+        group = pg.split(range(SIZE))
+        assert group is not None
+        group.barrier()
+        if pg.rank() == LEAVER:
+            all_left.wait(TIMEOUT_S)
+            with pytest.raises(
+                PeerLostError, match=r"left the group \(.*OperationTimeoutError: .*rank 1 did not arrive"
+            ):
+                group.all_reduce(torch.ones(600_000))
+        else:
+            caught(OperationTimeoutError, lambda: group.all_reduce(torch.ones(600_000), timeout=0.3))
+            all_gave_up.wait(TIMEOUT_S)  # not to be told of the other's
+            group.shutdown()
+            all_left.wait(TIMEOUT_S)
+        pg.barrier()
+
+    run_ranks(SIZE, body, tenant, timeout=TIMEOUT_S)

@@ -140,14 +140,16 @@ class Outside:
             error: The failure as another library reported it; the cause of the returned one.
             deadline_ns: When to give up, if that is sooner.
         """
+        told = error
         try:
             self.wait(lambda: False, min(deadline_ns, monotonic_ns() + _HEAR_NS))
         except OperationTimeoutError:
-            return error
-        except Dist2Error as told:
+            told = self._endpoint.gone() or error  # left after it had called the operation
+        except Dist2Error as failure:
+            told = failure
+        if told is not error:
             told.__cause__ = error
-            return told
-        return error
+        return told
 
     def wait(
         self,

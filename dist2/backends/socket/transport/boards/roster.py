@@ -14,7 +14,7 @@ from time import monotonic_ns
 
 import attrs
 
-from dist2.backends.socket.transport.boards.control_words import SLEEPING, STATE
+from dist2.backends.socket.transport.boards.control_words import SEQ, SLEEPING, STATE
 from dist2.backends.socket.transport.doorbell import Doorbell
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.messages.explaining import left_words
@@ -30,8 +30,11 @@ from dist2.operation.engine import Arrivals
 from dist2.operation.record import Operation
 from dist2.runtime.rank_names import RANKS, RankNames
 
-_OPEN, _CLOSED, _ABORTED, _REVOKED, _TIMED_OUT = 0, 1, 2, 3, 4
+_OPEN, _CLOSED, _ABORTED, _REVOKED, _TIMED_OUT, _CLOSED_LATE = 0, 1, 2, 3, 4, 5
 _INSIDE = (_OPEN, _TIMED_OUT)
+_LEFT = (_CLOSED, _CLOSED_LATE)
+"""Closed in good order, or after it had given up an operation: then it reports which."""
+_REPORTED = (_ABORTED, _CLOSED_LATE)
 _STATE_BITS = 8
 # Above them: the revoking rank; or the missing rank plus 1, and above it the operation's number.
 _STATE_MASK = (1 << _STATE_BITS) - 1
@@ -127,9 +130,13 @@ class Roster:
             if states.get(member.rank, _OPEN) & _STATE_MASK in _INSIDE and member.neighbour.is_dead()
         }
 
+    def called(self) -> dict[int, int]:
+        """Return the number of the last operation of each other member that was met."""
+        return {member.rank: words[SEQ] for words, member in self._peers}
+
     def departed(self, aborted_only: bool = False) -> list[int]:
         """Return the members that are known to have closed or aborted the group."""
-        states = (_ABORTED,) if aborted_only else (_CLOSED, _ABORTED)
+        states = (_ABORTED,) if aborted_only else (*_LEFT, _ABORTED)
         return [rank for rank, state in self._states().items() if state in states]
 
     def check(self, missing: Callable[[], list[int]], operation: Operation) -> list[int]:
@@ -158,7 +165,7 @@ class Roster:
             raise PeerLostError(self.names.ended(died), ranks=list(died))
         gone = self._left(absent, states)
         if gone:
-            self._hear_out(self._left(gone, states, _ABORTED), self._left(gone, states, _CLOSED))
+            self._hear_out(self._left(gone, states, *_REPORTED), self._left(gone, states, _CLOSED))
             raise self._left_error(gone, states)
         self._check_timed_out({rank: states.get(rank, _OPEN) for rank in absent}, operation)
         return absent
@@ -166,12 +173,12 @@ class Roster:
     @staticmethod
     def _left(ranks: Sequence[int], states: Mapping[int, int], *kinds: int) -> list[int]:
         """Return those of some ranks that have left the group, in any way or in one."""
-        return [rank for rank in ranks if states.get(rank) in (kinds or (_CLOSED, _ABORTED))]
+        return [rank for rank in ranks if states.get(rank) in (kinds or (*_LEFT, _ABORTED))]
 
     def _left_error(self, gone: Sequence[int], states: Mapping[int, int]) -> PeerLostError:
         """Return the error of a wait for members that have left, some of them perhaps because of others."""
         first = gone if self.messages is None else self.messages.first_of(gone)
-        left = self._left(first, states, _CLOSED)
+        left = self._left(first, states, *_LEFT)
         ranks = left or first
         words = left_words(self._why(left)) if left else f"aborted the group{self._why(ranks)}"
         lost = ranks if self.messages is None else self.messages.first_lost(ranks)
@@ -240,8 +247,9 @@ class Roster:
 
     def leave(self) -> None:
         """Have members that still wait for this one learn that it left."""
-        if self._own[STATE] & _STATE_MASK in _INSIDE:
-            self._own[STATE] = _CLOSED
+        state = self._own[STATE] & _STATE_MASK
+        if state in _INSIDE:
+            self._own[STATE] = _CLOSED_LATE if state == _TIMED_OUT else _CLOSED
         self._fault = self._fault or GroupAbortedError("the group was closed")
         self._arrivals.stopped = True
         self._wake_others()

@@ -117,7 +117,20 @@ class Waiting:
         """
         absent = self._roster.check(missing, operation)
         if monotonic_ns() >= operation.deadline_ns:
-            raise absence(absent, self._last_seen(absent), self._roster.names)
+            late = self._late(absent, operation)
+            raise absence(late, self._last_seen(late), self._roster.names)
+
+    def _late(self, absent: list[int], operation: Operation) -> list[int]:
+        """Return the members that have not called an operation, as far as is known.
+
+        Where all awaited members of this host have, they wait for members of other hosts. If nothing is known
+        of those, return the awaited ones.
+        """
+        here = self._roster.called()
+        late = [rank for rank in absent if here.get(rank, 0) < operation.seq]
+        if not late and self._roster.messages is not None:
+            late = [rank for rank in self._roster.messages.behind(operation.seq) if rank not in here]
+        return late or absent
 
     def _last_seen(self, ranks: list[int]) -> dict[int, str]:
         if self._roster.messages is not None:

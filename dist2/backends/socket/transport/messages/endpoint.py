@@ -303,6 +303,12 @@ class FabricEndpoint:
             gone = behind(mailbox) if peer is None else [peer]
             return gone_error(mailbox, gone) if mailbox.left.issuperset(gone) and gone else None
 
+    def gone(self) -> PeerLostError | None:
+        """Return the error that names the first of the members that have left; None if none is known to."""
+        with self._lock:
+            left = sorted(self._mailbox.left)
+            return gone_error(self._mailbox, left) if left else None
+
     def overdue(self, peers: Collection[int] | None = None) -> OperationTimeoutError:
         """Return the error of a wait whose time is up.
 
@@ -389,6 +395,12 @@ class FabricEndpoint:
         self._poller.attend()
         with self._lock:
             return last_seen(self._mailbox.calls, ranks)
+
+    def behind(self, seq: int) -> list[int]:
+        """Return the other members that are not known to have called a collective."""
+        with self._lock:
+            seen = self._mailbox.calls.latest_seen()
+        return [rank for rank, latest in enumerate(seen) if latest < seq and rank != self.rank]
 
     def first_of(self, ranks: Sequence[int]) -> Sequence[int]:
         """Return those of some departed members that did not follow others: see `Mailbox.first_of`."""

@@ -89,9 +89,11 @@ class Groups:
         self._outcomes.fail(mailbox, error)
         self._departures.deserted.pop(mailbox, None)
         frame = _report(mailbox)
+        # After an abort the others may wait for this member, which may never come to wait itself. What it has
+        # given up, a late member learns from its report alone.
+        at_once = mailbox.aborted is not None or mailbox.gave_up is not None
         for rank, fabric_id in enumerate(mailbox.fabric_ids):
-            if self._linkage.outgoing.get(fabric_id) is not None or mailbox.aborted is not None:
-                # After an abort the others may wait for this member, which may never come to wait itself.
+            if self._linkage.outgoing.get(fabric_id) is not None or at_once:
                 self._courier.tell(mailbox, rank, frame)
             elif rank != mailbox.rank and rank not in mailbox.left and fabric_id not in self._presence.dead:
                 self._absent.tell_later(fabric_id, frame)
