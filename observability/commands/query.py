@@ -17,7 +17,7 @@ from rich.table import Table
 
 from observability.commands.control_plane import ControlPlane, NoAnswerError, address, end_without_answer
 from observability.commands.ending import end_unanswered
-from observability.incidents.reading import Incident, NoIncidentError, folder_of
+from observability.incidents.reading import Folder, Incident, NoIncidentError, place_of
 from observability.job.tables import TABLES, Row, tables_of
 from observability.operation_files import fill_from_log, is_operation_log
 
@@ -42,8 +42,9 @@ def query(
 ) -> None:
     """Ask all ranks of a job, an incident, or an operation log, by SQL.
 
-    URL is that of any control plane of the job, or the folder of an incident or of an operation log; without
-    SQL, the tables are listed. Ends with 1 if the query is wrong, and 2 if there is no answer.
+    URL is that of any control plane of the job, or the folder of an incident, which may be in a zip, or of an
+    operation log; without SQL, the tables are listed. Ends with 1 if the query is wrong, and 2 if there is no
+    answer.
     """
     if sql is None:
         for name, columns in TABLES.items():
@@ -55,8 +56,8 @@ def query(
         end_without_answer(NoAnswerError("queries need duckdb: pip install 'dist2[query]'"))
     plane = None
     try:
-        folder = folder_of(url)
-        log = folder if folder is not None and is_operation_log(folder) else None
+        folder = place_of(url)
+        log = folder if isinstance(folder, Path) and is_operation_log(folder) else None
         if log is not None:
             rows: dict[str, list[Row]] = {name: [] for name in TABLES}
         elif folder is not None:
@@ -97,7 +98,7 @@ def fill(database: DuckDBPyConnection, rows: dict[str, list[Row]]) -> None:
             database.execute(f"CREATE TABLE {name} AS SELECT * FROM {read}")
 
 
-def _of_incident(path: Path) -> dict[str, list[Row]]:
+def _of_incident(path: Folder) -> dict[str, list[Row]]:
     incident = Incident.read(path)
     timelines = [part["timeline"] for part in incident.parts.values()]
     rows = tables_of(incident.job(), incident.stacks(), timelines, None)

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from observability.commands.control_plane import end_without_answer
-from observability.incidents.reading import Incident, NoIncidentError
+from observability.incidents.reading import Incident, NoIncidentError, place_of
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem }
@@ -29,17 +29,20 @@ MOST_RANKS = 256
 
 
 @click.command()
-@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("folder")
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), default=Path("report.html"), show_default=True
 )
-def report(folder: Path, output: Path) -> None:
+def report(folder: str, output: Path) -> None:
     """Write an incident as one page that loads nothing, to attach to a ticket.
 
-    FOLDER is that of the incident. Ends with 2 if it is none.
+    FOLDER is that of the incident, which may be in a zip. Ends with 2 if it is none.
     """
     try:
-        incident = Incident.read(folder)
+        place = place_of(folder)
+        if place is None:
+            raise NoIncidentError(f"{folder} is a URL: a report is of an incident, whose folder is in the log")
+        incident = Incident.read(place)
     except NoIncidentError as error:
         end_without_answer(error)
     output.write_text(page_of(incident), encoding="utf-8", errors="replace")

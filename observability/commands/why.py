@@ -11,7 +11,7 @@ import click
 
 from observability.commands.control_plane import ControlPlane, NoAnswerError, address, end_without_answer
 from observability.commands.ending import end_unanswered
-from observability.incidents.reading import Incident, NoIncidentError, folder_of
+from observability.incidents.reading import Incident, NoIncidentError, place_of
 from observability.job.answer import RANK_S
 
 NOTHING_WRONG, TROUBLE = 0, 1
@@ -41,12 +41,13 @@ def why(
 ) -> None:
     """Name the ranks that a job waits for, and their positions.
 
-    URL is that of any control plane of the job, or the folder of an incident. Ends with 0 if nothing is
-    wrong, 1 if something is, and 2 if that control plane does not answer or the folder is no incident.
+    URL is that of any control plane of the job, or the folder of an incident, which may be in a zip. Ends
+    with 0 if nothing is wrong, 1 if something is, and 2 if that control plane does not answer or the folder
+    is no incident.
     """
     plane = None
     try:
-        if (folder := folder_of(url)) is not None:
+        if (folder := place_of(url)) is not None:
             incident = Incident.read(folder)
             found, rows = incident.desync(), incident.stacks
         else:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import zipfile
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,9 @@ from observability.job.documents import job_document, stack_rows
 
 AFTER_S = 0.0
 """Operations of any age count: a rank that failed was inside."""
+MOST_BYTES = 1 << 30
+"""A zip of more is refused; each file is read up to the size that the zip tells for it."""
+Folder = Path | zipfile.Path
 _OWN = re.compile(r"\d[\d.]* s\b|\(this is rank \d+\)")
 """Parts of a message in which ranks with one failure differ."""
 
@@ -27,8 +32,8 @@ class NoIncidentError(ValueError):
     """A folder is no incident; the message is one line."""
 
 
-def folder_of(argument: str) -> Path | None:
-    """Return the folder that the argument of a command names; None if it is a URL.
+def place_of(argument: str) -> Folder | None:
+    """Return the folder, or the zip of one, that the argument of a command names; None if it is a URL.
 
     Raises:
         NoIncidentError: It is neither.
@@ -36,10 +41,24 @@ def folder_of(argument: str) -> Path | None:
     path = Path(argument)
     if path.is_dir():
         return path
+    if path.is_file():
+        return _zipped(path)
     if "://" in argument:
         return None
-    what = "a file and no folder, unpack an archive first" if path.exists() else "no such folder"
-    raise NoIncidentError(f"{argument}: {what}; a url must start with http://, https:// or unix://")
+    raise NoIncidentError(f"{argument}: no such folder; a url must start with http://, https:// or unix://")
+
+
+def _zipped(path: Path) -> zipfile.Path:
+    """Return the folder in an archive that is an incident, or else its top. Nothing is unpacked."""
+    try:
+        archive = zipfile.ZipFile(path)
+    except (OSError, zipfile.BadZipFile) as error:
+        what = f"neither a folder nor a zip of one ({error}); unpack another archive first"
+        raise NoIncidentError(f"{path}: {what}") from error
+    if sum(each.file_size for each in archive.infolist()) > MOST_BYTES:
+        raise NoIncidentError(f"{path}: unpacked, it would have more than {MOST_BYTES} bytes")
+    top = zipfile.Path(archive)
+    return next((each for each in top.iterdir() if (each / folders.HEAD).is_file()), top)
 
 
 @attrs.frozen
@@ -47,20 +66,20 @@ class Incident:
     """An incident that was read.
 
     Attributes:
-        path: Its folder.
+        path: Its folder, perhaps in a zip.
         head: The content of ``incident.json``.
         failures: The parts that ranks wrote when they failed, by rank.
         hangs: The parts that ranks wrote while the job waited, by rank.
     """
 
-    path: Path
+    path: Folder
     head: dict[str, Any]
     failures: dict[int, dict[str, Any]]
     hangs: dict[int, dict[str, Any]]
 
     @classmethod
-    def read(cls, path: Path) -> Incident:
-        """Read a folder.
+    def read(cls, path: Folder) -> Incident:
+        """Read a folder, or a zip of one.
 
         Raises:
             NoIncidentError: It is no incident, or of another version of dist2.
@@ -142,13 +161,13 @@ def _place(error: dict[str, Any]) -> str:
     return f", raised at {Path(file).name}:{line} in {function}"
 
 
-def _parts(path: Path, kind: str) -> dict[int, dict[str, Any]]:
-    found = [_json(each) for each in path.glob(f"{kind}-*.json")]
+def _parts(path: Folder, kind: str) -> dict[int, dict[str, Any]]:
+    found = [_json(each) for each in path.iterdir() if re.fullmatch(rf"{kind}-.*\.json", each.name)]
     return {part["rank"]: part for part in sorted(filter(None, found), key=lambda part: part["rank"])}
 
 
-def _json(path: Path) -> Any:
+def _json(path: Folder) -> Any:
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, KeyError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error):  # none, or broken
         return None

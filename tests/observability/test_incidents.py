@@ -32,7 +32,7 @@ from dist2.cli.app import cli
 from dist2.errors import Dist2Error, InvalidUsageError, OperationTimeoutError
 from dist2.runtime.config import Config, shown_environment
 from observability.flight_recorder import instrument
-from observability.incidents import folders
+from observability.incidents import folders, reading
 from observability.incidents.hang import EXIT_CODE, HangRecorder
 from observability.incidents.reading import Incident
 from observability.incidents.recording import Recording
@@ -211,6 +211,14 @@ def test_a_failure_is_explained_after_the_end(tmp_path: Path) -> None:
     assert part["versions"]["torch"] == torch.__version__
     for path in (folder, *folder.iterdir()):
         assert not path.stat().st_mode & 0o077 or path.parent == folder, path
+    for name, root, base in (("whole", tmp_path, folder.name), ("files", folder, ".")):
+        archive = Path(shutil.make_archive(str(tmp_path / name), "zip", root, base))
+        assert why(archive).output == told.output
+        for command in (["query", "select count(*) from waits"], ["report", "-o", str(tmp_path / "a.html")]):
+            of_folder, of_archive = (
+                CliRunner().invoke(cli, [command[0], str(place), *command[1:]]) for place in (folder, archive)
+            )
+            assert (of_archive.exit_code, of_archive.output) == (0, of_folder.output)
 
 
 def test_only_the_first_failure_of_a_group_is_written(tmp_path: Path) -> None:
@@ -249,11 +257,24 @@ def test_a_folder_that_is_no_incident_is_refused(tmp_path: Path) -> None:
         told = CliRunner().invoke(cli, command)
         assert told.exit_code == 2
         assert "is not an incident" in told.output
-    (tmp_path / "incident.zip").write_bytes(b"PK")
-    for command in (["why"], ["query", "select 1"]):
-        for name, reason in (("incident.zip", "unpack"), ("none", "no such folder")):
+    (tmp_path / "incident.tgz").write_bytes(b"PK")
+    shutil.make_archive(str(tmp_path / "other"), "zip", Path(__file__).parent, "monitoring")
+    reasons = {"incident.tgz": "unpack", "other.zip": "is not an incident", "none": "no such folder"}
+    for command in (["why"], ["query", "select 1"], ["report"]):
+        for name, reason in reasons.items():
             told = CliRunner().invoke(cli, [command[0], str(tmp_path / name), *command[1:]])
             assert (told.exit_code, reason in told.output) == (2, True), told.output
+
+
+def test_a_zip_of_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folders.joined(tmp_path / "incidents", "a1b2", "job").path
+    (folder / "job.json").write_bytes(bytes(1 << 20))
+    archive = Path(shutil.make_archive(str(tmp_path / "incident"), "zip", folder))
+    assert archive.stat().st_size < 1 << 16
+    assert why(archive).exit_code == 0
+    monkeypatch.setattr(reading, "MOST_BYTES", 1 << 20)
+    told = why(archive)
+    assert (told.exit_code, "more than 1048576 bytes" in told.output) == (2, True)
 
 
 @pytest.mark.parametrize("name", ["tr\u00e4ning \u2713", "\ud800"])
