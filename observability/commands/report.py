@@ -41,7 +41,7 @@ def report(folder: str, output: Path) -> None:
     try:
         place = place_of(folder)
         if place is None:
-            raise NoIncidentError(f"{folder} is a URL: a report is of an incident, whose folder is in the log")
+            raise NoIncidentError(f"{folder} is a URL: a report is of an incident: its folder is in the log")
         incident = Incident.read(place)
     except NoIncidentError as error:
         end_without_answer(error)

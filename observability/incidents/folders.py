@@ -135,13 +135,23 @@ def latest_at(root: Path, url: str, after_s: float) -> Path | None:
 
 
 def add_urls(path: Path, urls: Iterable[str]) -> None:
-    """Note control planes of the job of an incident.
+    """Note control planes of this host of the job of an incident.
 
     Raises:
         OSError: They cannot be written.
     """
-    known, host = _urls(path), socket.gethostname()
-    lines = [line for line in dict.fromkeys(f"{host} {url}" for url in urls) if line not in known]
+    host = socket.gethostname()
+    add_places(path, ((host, url) for url in urls))
+
+
+def add_places(path: Path, places: Iterable[tuple[str, str]]) -> None:
+    """Note control planes of the job of an incident, each with the name of its host.
+
+    Raises:
+        OSError: They cannot be written.
+    """
+    known = set(_urls(path))
+    lines = [line for line in dict.fromkeys(f"{host} {url}" for host, url in places) if line not in known]
     if lines:
         with (path / URLS).open("a") as file:
             file.write("".join(f"{line}\n" for line in lines))

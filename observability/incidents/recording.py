@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -16,6 +18,9 @@ from dist2.runtime import exit_report
 from dist2.runtime.exit_report import blamed
 from observability.flight_recorder import global_rank
 from observability.incidents import folders
+
+if TYPE_CHECKING:
+    from observability.job.directory import Entry
 
 log = logging.getLogger("dist2.incidents")
 
@@ -31,6 +36,7 @@ class Recording:
         latest: The latest incident of this process.
         is_mine: Whether this process has made that folder: then it tells the path.
         failed: Ids of the groups whose failure was written: later ones are consequences.
+        known: The control planes of the job that this process knows, by rank.
     """
 
     root: Path
@@ -39,6 +45,7 @@ class Recording:
     latest: Path | None = None
     is_mine: bool = False
     failed: set[tuple[str, int]] = attrs.field(factory=set)
+    known: Mapping[int, Entry] = attrs.field(factory=dict)
 
     def opened(self, info: GroupInfo) -> None:
         """Take note of a group."""
@@ -87,8 +94,11 @@ class Recording:
         return folder.path
 
     def note(self, folder: folders.Folder) -> None:
-        """Remember an incident; the process that has made its folder tells the path."""
+        """Remember an incident, and note its URLs; the process that has made its folder tells the path."""
         self.joined(folder.path)
+        with suppress(OSError):  # the evidence is there without
+            known = list(self.known.values())
+            folders.add_places(folder.path, ((each.process.host, each.url) for each in known))
         if folder.is_new:
             self.made(folder.path)
             log.warning("incident: %s", folder.path, extra={"path": str(folder.path)})

@@ -310,7 +310,10 @@ def _member(
     info = None if pg is None else pg.info
     member = Member(metrics, recorder, info, token=mine, directory=directory, asker=asker)
     member.watch = Watch(member, url, after_s, asker)
-    member.hang = HangRecorder(member, automatic.recording(), automatic.on_hang(), after_s / 2)
+    recording = automatic.recording()
+    if recording is not None:
+        recording.known = directory.entries
+    member.hang = HangRecorder(member, recording, automatic.on_hang(), after_s / 2)
     return member
 
 

@@ -20,14 +20,17 @@ from click.testing import CliRunner
 from support.job_frames import SOON_S, job, rank, read_until, text_of
 from support.programs import environment
 
+import observability
 from dist2.cli.app import cli
 from dist2.runtime.other_process import Process as ProcessId
-from observability import token_files
+from observability import automatic, token_files
 from observability.commands import top as top_module
 from observability.commands.control_plane import NO_ANSWER, ControlPlane, NoAnswerError
 from observability.commands.top import JobFeed
 from observability.incidents import folders
+from observability.incidents.recording import Recording
 from observability.job.diagnosis import Diagnosis
+from observability.job.directory import Entry
 from observability.server.job_page import JobPage
 
 RANK = """
@@ -318,6 +321,22 @@ def test_an_incident_is_not_of_a_later_job_at_its_url(
     second = folders.joined(root, "b", "second").path
     folders.add_urls(second, [remote])
     assert folders.latest_at(root, remote, 0.0) == second
+
+
+def test_an_incident_is_found_by_the_url_of_a_rank_that_writes_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording, remote = Recording(tmp_path), "http://10.0.0.7:1234"
+    monkeypatch.setattr(automatic._parts, "recording", recording)
+    with observability.start(announce=False) as server:
+        assert recording.known is server._member.directory.entries
+    elsewhere = attrs.evolve(ProcessId.here(), host="node-7")
+    recording.known = {7: Entry(7, remote, elsewhere)}
+    for _ in range(2):
+        recording.note(folders.joined(tmp_path, "a", "job"))
+    assert folders.latest_at(tmp_path, remote, 0.0) == recording.latest
+    assert recording.latest is not None
+    assert (recording.latest / folders.URLS).read_text().count(f"node-7 {remote}\n") == 1
 
 
 def test_ranks_add_their_control_planes_to_an_incident_of_another(
