@@ -123,7 +123,8 @@ def on_copies(execute: Execute, signature: Signature, inputs: Tensors, outputs: 
 def _stays(overlap: Overlap, signature: Signature, inputs: Tensors, outputs: Tensors) -> bool:
     """Whether an input, or the part made of it, already lies at its place in the output."""
     source, target = inputs[overlap.input], outputs[overlap.output]
-    if not (source.is_contiguous() and target.is_contiguous()):
+    is_same = (source.shape, source.stride()) == (target.shape, target.stride())
+    if not is_same and not (source.is_contiguous() and target.is_contiguous()):
         return False
     kind, rank, pair = signature.kind, signature.group.rank, (overlap.input, overlap.output)
     if kind in _GATHERING_SINGLE:

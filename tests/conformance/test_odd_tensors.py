@@ -9,7 +9,7 @@ import torch
 from support.ranks import Tenant, run_ranks
 from torch.distributed import ReduceOp
 
-from dist2 import InvalidUsageError, ProcessGroup, premul_sum
+from dist2 import InvalidUsageError, ProcessGroup, premul_sum, shared_empty
 
 TENANTS = (
     Tenant("inproc", "socket", {"transport": "inproc"}),
@@ -172,6 +172,61 @@ def test_a_tensor_beyond_its_storage_is_refused_before_anything_is_sent(
         assert result.tolist() == [2, 2]
 
     run_ranks(2, body, tenant)
+
+
+def wide(value: float) -> torch.Tensor:
+    """Return a tensor that is long enough for ranks to read it in place where its memory is mapped."""
+    return torch.full((800_000,), value)
+
+
+STRIDED: dict[str, Callable[[float], torch.Tensor]] = {
+    "every other": lambda value: wide(value)[::2],
+    "transposed": lambda value: wide(value).view(400, 2_000).t(),
+    "shared_empty": lambda value: shared_empty(800_000).fill_(value)[::2],
+}
+
+
+@ON_ALL
+@pytest.mark.parametrize("make", STRIDED.values(), ids=STRIDED.keys())
+@pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
+def test_long_strided_tensors_are_reduced_in_place(
+    tenant: Tenant, make: Callable[[float], torch.Tensor], background: bool
+) -> None:
+    """In every operation that has the same tensor as input and output."""
+
+    def body(pg: ProcessGroup) -> None:
+        rank = pg.rank()
+        for root in range(2):
+            tensor = make(rank + 1.0)
+            pg.reduce(tensor, root, async_op=background).wait()
+            assert tensor.min() == tensor.max() == (3 if rank == root else rank + 1)
+            tensor = make(rank + 1.0)
+            pg.broadcast(tensor, root, async_op=background).wait()
+            assert tensor.min() == tensor.max() == root + 1
+            parts = [make(0.0) for _ in range(2)]
+            parts[rank] = make(rank + 1.0)
+            pg.gather(parts if rank == root else None, parts[rank], root, async_op=background).wait()
+            assert rank != root or [part.max() for part in parts] == [1, 2] == [part.min() for part in parts]
+        tensor = make(rank + 1.0)
+        pg.all_reduce(tensor, async_op=background).wait()
+        assert tensor.min() == tensor.max() == 3
+
+    run_ranks(2, body, tenant)
+
+
+def test_a_group_of_one_takes_tensors_of_other_strides_and_shapes() -> None:
+    def body(pg: ProcessGroup) -> None:
+        source, result = torch.arange(8.0).view(2, 4).t(), torch.zeros(8)
+        for call in (
+            lambda: pg.scatter(result, [source]),
+            lambda: pg.reduce_scatter(result, [source]),
+            lambda: pg.all_to_all([result], [source]),
+        ):
+            result.zero_()
+            call()
+            assert result.tolist() == source.flatten().tolist()
+
+    run_ranks(1, body, TENANTS[0])
 
 
 INTEGERS = (

@@ -19,4 +19,4 @@ def run_alone(operation: Operation, inputs: Sequence[torch.Tensor], outputs: Seq
         if reduction is not None:
             contribution = prepare(contribution, reduction)
         if contribution.data_ptr() != target.data_ptr():
-            target.copy_(contribution.view(target.shape))
+            target.copy_(contribution.reshape(target.shape))
