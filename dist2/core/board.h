@@ -91,8 +91,12 @@ Status reach(Board *board, Wait *wait, uint64_t phase, uint64_t more);
 Status make_room(Board *board, Wait *wait);
 
 /* Come to the next fence; return whether the caller must look after the health of the others before it goes on: it
-   does not wait for all of them. `print`: the operation's fingerprint. `whom`: as `peer_index` returns it. */
-int arrive(Board *board, uint64_t print, int whom, size_t moved);
+   does not wait for all of them. `print`: the operation's fingerprint. `number`: others can read it (`number_of`).
+   `whom`: as `peer_index` returns it. */
+int arrive(Board *board, uint64_t print, uint64_t number, int whom, size_t moved);
+
+/* Return the number that a member published with the last fence; it stands until this one has come to the next. */
+uint64_t number_of(const Board *board, const Peer *peer);
 
 /* Wait until members have come to a fence, with the same fingerprints. */
 Status await(Board *board, Wait *wait, int whom, uint64_t phase);

@@ -86,7 +86,7 @@ run_fence(Run *run, const Step *step)
             return status;
         }
         run->stage = MOVE;
-        if (arrive(board, run->print, whom, run->plan->moved)) {
+        if (arrive(board, run->print, step->number, whom, run->plan->moved)) {
             return SLOW;
         }
         /* fall through */
@@ -108,32 +108,12 @@ run_fence(Run *run, const Step *step)
     return step->checked && has_any_given_up(board) ? CALL : DONE;
 }
 
-/* Wait until a note or table may be overwritten that others read after the next fence: each exists twice, for fences
-   of either parity, and all members that have come to the last fence have read the other one. */
-static Status
-prepare(Run *run)
-{
-    return reach(run->board, &run->wait, run->board->phase, 0);
-}
-
-/* Publish a number with the next fence, unless it is there already: an unchanged line need not move between cores. */
-static Status
-run_note(Run *run, const Step *step)
-{
-    Word *note = &run->board->own[NOTES + ((run->board->phase + 1) & 1)];
-    Status status = read_word(note) == step->number ? DONE : prepare(run);
-    if (status == DONE) {
-        write_word(note, step->number);
-    }
-    return status;
-}
-
 static Status
 run_noted(const Run *run, const Step *step)
 {
     const Board *board = run->board;
     for (int each = 0; each < board->count; each++) {
-        if (read_word(&board->peers[each].words[NOTES + (board->phase & 1)]) != step->number) {
+        if (number_of(board, &board->peers[each]) != step->number) {
             return CALL;
         }
     }
@@ -163,7 +143,8 @@ run_shared(const Run *run, const Step *step)
     return DONE;
 }
 
-/* Expose memory, and how it can be accessed, from the next fence on. */
+/* Expose memory, and how it can be accessed, from the next fence on. There is a table for fences of either parity: all
+   members that have come to the last fence have read the other one. An unchanged table need not move between cores. */
 static Status
 run_offer(Run *run, const Step *step)
 {
@@ -182,7 +163,10 @@ run_offer(Run *run, const Step *step)
     }
     uint64_t *table = table_of(run->board, run->board->rank, run->board->phase + 1);
     size_t nbytes = (size_t)(HEADER_WORDS + step->count) * sizeof(uint64_t);
-    Status status = memcmp(table, entries, nbytes) == 0 ? DONE : prepare(run);
+    if (memcmp(table, entries, nbytes) == 0) {
+        return DONE;
+    }
+    Status status = reach(run->board, &run->wait, run->board->phase, 0);
     if (status == DONE) {
         memcpy(table, entries, nbytes);
     }
@@ -264,8 +248,6 @@ run_step(Run *run, const Step *step)
     case END:
         run_end(run);
         return DONE;
-    case NOTE:
-        return run_note(run, step);
     case NOTED:
         return run_noted(run, step);
     case SHARED:

@@ -2,8 +2,8 @@
 
    A member comes to a fence by publishing one word: the fence's number and the operation's fingerprint. Another
    member compares it with its own word of that fence, so one comparison shows that the first has arrived and that it
-   made the same call. Words stand in a ring of RING; a member may be up to WINDOW fences ahead of the others, so every
-   word is read by all before it is overwritten.
+   made the same call. Words stand in a ring of RING entries; a member may be up to WINDOW fences ahead of the others, so
+   every entry is read by all before it is overwritten. With the word, in the same cache line, it can publish a number.
 
    A sleeping member publishes which fence it awaits (SLEEPING), then looks again, then sleeps. A member that comes
    publishes its word, then reads the SLEEPING of the others. Between the two steps both have a full fence: at least
@@ -83,13 +83,26 @@ peer_index(const Board *board, long whom)
     return NOBODY - 1;
 }
 
+/* Return the entry of a fence in the ring of a member. */
+static inline Word *
+entry_of(Word *words, uint64_t phase)
+{
+    return &words[phase % RING * ENTRY];
+}
+
+uint64_t
+number_of(const Board *board, const Peer *peer)
+{
+    return read_word(&entry_of(peer->words, board->phase)[1]); /* ordered by the word, which was observed */
+}
+
 /* Whether a member has come to a fence, with the same fingerprint there and before. */
 static inline int
 has_come(const Board *board, Peer *peer, uint64_t phase)
 {
     while (peer->agreed < phase) {
-        size_t next = (peer->agreed + 1) % RING;
-        if (observe(&peer->words[next]) != read_word(&board->own[next])) {
+        uint64_t next = peer->agreed + 1;
+        if (observe(entry_of(peer->words, next)) != read_word(entry_of(board->own, next))) {
             return 0;
         }
         peer->agreed++;
@@ -101,7 +114,7 @@ has_come(const Board *board, Peer *peer, uint64_t phase)
 static inline int
 is_at(const Peer *peer, uint64_t phase)
 {
-    return observe(&peer->words[phase % RING]) >> PRINT_BITS == phase % PHASES;
+    return observe(entry_of(peer->words, phase)) >> PRINT_BITS == phase % PHASES;
 }
 
 int
@@ -222,13 +235,15 @@ is_troubled(Board *board)
 }
 
 int
-arrive(Board *board, uint64_t print, int whom, size_t moved)
+arrive(Board *board, uint64_t print, uint64_t number, int whom, size_t moved)
 {
     uint64_t phase = ++board->phase;
     tell_distance(board, moved);
     write_word(&board->own[CALLED + phase % RING], board->called);
     board->called = 0;
-    publish(&board->own[phase % RING], (phase % PHASES) << PRINT_BITS | (print & PRINT_MASK));
+    Word *entry = entry_of(board->own, phase);
+    write_word(&entry[1], number);
+    publish(entry, (phase % PHASES) << PRINT_BITS | (print & PRINT_MASK));
     atomic_thread_fence(memory_order_seq_cst); /* the word is out before the sleep flags are read */
     ring_sleepers(board);
     if (whom == ALL || !is_troubled(board)) {

@@ -12,22 +12,22 @@
 #define WHOM_BITS 16 /* of SLEEPING: see `sleeping_word` in fences.c */
 
 #define CONTROL_WORDS(_)                                                                                      \
-    _(RING, 32)     /* words from 0 on: arrivals at the last fences, by number of the fence */                \
+    _(RING, 32)     /* entries from 0 on: arrivals at the last fences, by number of the fence, */             \
+    _(ENTRY, 2)     /* of so many words: the arrival, and the number that was published with it */            \
     _(WINDOW, 16)   /* fences by which a member may be ahead of another: it overwrites no word before that */ \
-    _(SLEEPING, 32) /* the fence that a sleeping member awaits; 0: it is awake */                             \
-    _(STATE, 40)    /* not 0: it has closed, aborted or revoked the group, or timed out */                    \
-    _(DESCRIBED, 41) /* the fence at which it found a mismatch, and the length of its call's description */   \
-    _(GAVE_UP, 42)  /* it has given up an operation in which it exposed memory */                             \
-    _(NOTES, 43)    /* a number that it publishes with a fence, here and in the next word, by parity */       \
-    _(MET, 45)      /* it has found the regions of all members */                                             \
-    _(CORE, 46)     /* the core on which it waits, plus 1; 0: unknown */                                      \
-    _(CROWDED, 47)  /* not 0: another process uses its core as well */                                        \
-    _(CALLED, 48)   /* its calls at those fences of the ring at which it did not wait for all */              \
-    _(SEQ, 80)      /* number of its operation; apart from words that others read at each fence */            \
-    _(RANG, 81)     /* monotonic nanosecond at which it last rang a doorbell, */                              \
-    _(RAN, 82)      /* and at which it was known to run */                                                    \
-    _(PROBE, 88)    /* alone in its cache line: the time to read it shows the distance of its caches */       \
-    _(WORDS, 89)    /* how many there are */
+    _(SLEEPING, 64) /* the fence that a sleeping member awaits; 0: it is awake */                             \
+    _(STATE, 72)    /* not 0: it has closed, aborted or revoked the group, or timed out */                    \
+    _(DESCRIBED, 73) /* the fence at which it found a mismatch, and the length of its call's description */   \
+    _(GAVE_UP, 74)  /* it has given up an operation in which it exposed memory */                             \
+    _(MET, 75)      /* it has found the regions of all members */                                             \
+    _(CORE, 76)     /* the core on which it waits, plus 1; 0: unknown */                                      \
+    _(CROWDED, 77)  /* not 0: another process uses its core as well */                                        \
+    _(CALLED, 80)   /* its calls at those fences of the ring at which it did not wait for all */              \
+    _(SEQ, 112)     /* number of its operation; apart from words that others read at each fence */            \
+    _(RANG, 113)    /* monotonic nanosecond at which it last rang a doorbell, */                              \
+    _(RAN, 114)     /* and at which it was known to run */                                                    \
+    _(PROBE, 120)   /* alone in its cache line: the time to read it shows the distance of its caches */       \
+    _(WORDS, 121)   /* how many there are */
 
 #define AS_CONSTANT(name, value) name = value,
 enum { CONTROL_WORDS(AS_CONSTANT) };

@@ -22,11 +22,11 @@ typedef struct {
 typedef enum {
     COPY,    /* src to dst */
     FOLD,    /* srcs to dst, by FOLDS[number] */
-    FENCE,   /* come to a fence, copy src to dst while others come (memory that only this rank uses), await `whom` */
+    FENCE,   /* come to a fence and publish `number`, copy src to dst while others come (memory that only this rank
+                uses), await `whom` */
     CLAIM,   /* the half that is next, or the next piece: `number` is its kind */
     LOOP,    /* run the steps up to END `number` times; places in tensors move on by `nbytes` each time */
     END,
-    NOTE,    /* publish `number` with the next fence */
     NOTED,   /* CALL unless all others published `number` with the last fence */
     SHARED,  /* OTHER unless srcs, which are in tensors, lie in shared memory of this process */
     OFFER,   /* expose srcs, which are in tensors, from the next fence on */

@@ -34,7 +34,6 @@ cdef extern from "plan.h" nogil:
     int board_add(CBoard *, Word *, long, int)
     void board_close(CBoard *)
     int peer_index(const CBoard *, long)
-    Status reach(CBoard *, Wait *, uint64_t, uint64_t)
     uint64_t sleeping_word(CBoard *, uint64_t)
     void write_word(Word *, uint64_t)
     int64_t clock_ns()
@@ -45,7 +44,7 @@ cdef extern from "plan.h" nogil:
         int index
         uint64_t at
     ctypedef enum Kind:
-        COPY, FOLD, FENCE, CLAIM, LOOP, END, NOTE, NOTED, SHARED, OFFER, TAKE, SEND, RECV, CALLER
+        COPY, FOLD, FENCE, CLAIM, LOOP, END, NOTED, SHARED, OFFER, TAKE, SEND, RECV, CALLER
     ctypedef enum Way:
         THROUGH, PAST, FILL
     ctypedef struct Step:

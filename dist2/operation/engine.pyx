@@ -136,7 +136,7 @@ cdef class Arrivals:
             write_word(&self.board.own[SEQ], <uint64_t>operation.seq)
         return 0
 
-    def cross(self, Operation operation not None, wait, long whom=ALL, attend=None):
+    def cross(self, Operation operation not None, wait, long whom=ALL, attend=None, uint64_t number=0):
         """Come to the next fence, and await members there.
 
         Args:
@@ -144,6 +144,7 @@ cdef class Arrivals:
             wait: Called with it to sleep until the members of `whom` are at the fence `sought`.
             whom: A rank, ALL or NOBODY.
             attend: Called with it between two yields.
+            number: Published with the fence.
         """
         cdef Step step = step_of(FENCE)
         cdef CPlan plan
@@ -153,25 +154,11 @@ cdef class Arrivals:
         self.begin(operation)
         memset(&plan, 0, sizeof(plan))
         memset(&run, 0, sizeof(run))
-        step.whom = whom
+        step.whom, step.number = whom, number
         plan.steps, plan.count = &step, 1
         run.plan, run.board = &plan, &self.board
         run.print, run.wait.attended = operation.signature.fingerprint & <uint64_t>-1, attend is not None
         self.go_on(&run, attend is not None, operation, wait, attend)
-
-    def reach(self, operation, wait, uint64_t phase):
-        """Wait until all members have come to an earlier fence."""
-        cdef Wait waiting
-        cdef Status status
-        memset(&waiting, 0, sizeof(waiting))
-        waiting.brief = 1
-        status = reach(&self.board, &waiting, phase, 0)
-        while status != DONE:
-            if status == SLOW:
-                wait(operation)
-            waiting.brief = 0
-            with nogil:
-                status = reach(&self.board, &waiting, phase, 0)
 
     cdef Status go_on(self, Run *run, bint is_long, operation, wait, attend) except *:
         """Run until the plan is DONE, or a step is the caller's, or the members have to take their other plan."""
@@ -374,16 +361,17 @@ cdef class Plan:
         as_place(&step.dst, dst)
         self.add(&step, payload, srcs)
 
-    def fence(self, long whom=ALL, own=None, checked=None):
+    def fence(self, long whom=ALL, own=None, checked=None, uint64_t number=0):
         """Come to a fence.
 
         Args:
             whom: The members to await: a rank, ALL or NOBODY.
             own: Destination, source and bytes of a copy that is made while others come.
             checked: The payload if a member has given up an operation in which it exposed memory.
+            number: Published with the fence.
         """
         cdef Step step = step_of(FENCE)
-        step.whom, step.checked = whom, checked is not None
+        step.whom, step.checked, step.number = whom, checked is not None, number
         if own is not None:
             as_place(&step.dst, own[0])
             as_place(&step.src, own[1])
@@ -405,12 +393,6 @@ cdef class Plan:
     def end(self):
         """End a loop."""
         cdef Step step = step_of(END)
-        self.add(&step, None, ())
-
-    def note(self, uint64_t number):
-        """Publish a number with the next fence."""
-        cdef Step step = step_of(NOTE)
-        step.number = number
         self.add(&step, None, ())
 
     def noted(self, uint64_t number, payload):

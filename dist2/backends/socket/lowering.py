@@ -140,10 +140,9 @@ def mapped_plan(
     plan.gathers = True
     if sizes is not None:
         plan.expect_shared(exposed)
-        plan.note(sizes)
     lowering.add(before, counts)
     plan.offer(exposed)
-    plan.fence(ALL, checked=GivenUp())
+    plan.fence(ALL, checked=GivenUp(), number=sizes or 0)
     if sizes is not None:
         plan.noted(sizes, CheckSizes(sizes))
     plan.take(lowering.wanted, FindMemory())
@@ -300,9 +299,7 @@ class _Lowering:
     def _fence(self, step: Fence, own: tuple[Place, Place, int] | None, noted: int | None) -> None:
         assert step.awaited is None or len(step.awaited) < 2
         whom = ALL if step.awaited is None else step.awaited[0] if step.awaited else NOBODY
-        if noted is not None:
-            self._plan.note(noted)
-        self._plan.fence(whom, own, self._checked)
+        self._plan.fence(whom, own, self._checked, noted or 0)
         if noted is not None:
             self._plan.noted(noted, CheckSizes(noted))
 

@@ -127,10 +127,10 @@ class Draft:
         self._add("claim", (kind,), (), (), meets=True)
 
     def fence(
-        self, whom: int, own: tuple[Place, Place, int] | None = None, checked: object | None = None
+        self, whom: int, own: tuple[Place, Place, int] | None, checked: object | None, number: int
     ) -> None:
         reads, writes = ([(own[1], own[2])], [(own[0], own[2])]) if own is not None else ((), ())
-        self._add("fence", (whom, own, checked), reads, writes, meets=True)
+        self._add("fence", (whom, own, checked, number), reads, writes, meets=True)
 
     def copy(self, dst: Place, src: Place, nbytes: int, way: int) -> None:
         self._add("copy", (dst, src, nbytes, way), [(src, nbytes)], [(dst, nbytes)])

@@ -28,11 +28,12 @@ def test_constants_are_the_same_in_c() -> None:
 
 def test_control_words_do_not_overlap_each_other_or_the_tables_of_exposed_memory() -> None:
     table = WORDS_OF_CONTROL
-    lengths = {"CALLED": RING, "NOTES": 2}
-    others = {"RING", "WINDOW", "WORDS", "PHASE_BITS", "PRINT_BITS", "WHOM_BITS", "IS_MAPPED"}
+    lengths = {"CALLED": RING}
+    others = {"RING", "ENTRY", "WINDOW", "WORDS", "PHASE_BITS", "PRINT_BITS", "WHOM_BITS", "IS_MAPPED"}
     others |= {"TABLE_AT", "TABLE_BYTES", "HEADER_WORDS"}
     taken = [table[name] + each for name in table.keys() - others for each in range(lengths.get(name, 1))]
-    assert len({*range(RING), *taken}) == RING + len(taken)
+    entries = RING * table["ENTRY"]
+    assert len({*range(entries), *taken}) == entries + len(taken)
     assert max(taken) < table["WORDS"] <= TABLE_AT // 8
     assert 2 <= WINDOW <= RING // 2
     assert TABLE_AT + 2 * TABLE_BYTES <= CONTROL_BYTES

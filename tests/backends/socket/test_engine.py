@@ -474,8 +474,7 @@ def test_what_one_notes_the_other_sees_behind_the_fence(members: Members) -> Non
         board, found = members.boards[rank], []
         for turn in range(6):
             plan = Plan(rank, (), ())
-            plan.note(7 + turn if rank else 7)
-            plan.fence()
+            plan.fence(number=7 + turn if rank else 7)
             plan.noted(7, "another number")
             script, host = script_on(board, plan)
             script.run(operation(rank), (), ())

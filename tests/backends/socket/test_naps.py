@@ -12,7 +12,7 @@ import pytest
 from support.boards import operation, words
 from support.time_limits import Late
 
-from dist2.backends.socket.transport.boards.control_words import ALL, RING, SLEEPING
+from dist2.backends.socket.transport.boards.control_words import ALL, SLEEPING, entry_at
 from dist2.backends.socket.transport.boards.pieces import PIECES
 from dist2.backends.socket.transport.boards.waiting import sleep_ms
 from dist2.backends.socket.transport.doorbell import Doorbell, PeerDoorbell
@@ -40,7 +40,7 @@ class Pair:
 
     def come(self, _: Operation | None = None) -> None:
         """Have the other come to the fence."""
-        at = self.arrivals.phase % RING
+        at = entry_at(self.arrivals.phase)
         self.peer[at] = self.own[at]
 
     def yield_once(self) -> None:
@@ -133,7 +133,7 @@ class Crowd:
         self.longest_ns = max(self.longest_ns, monotonic_ns() - start)
 
     def _come(self, _: Operation | None = None) -> None:
-        at = self.arrivals.phase % RING
+        at = entry_at(self.arrivals.phase)
         for each in self.others:
             each[at] = self.own[at]
 

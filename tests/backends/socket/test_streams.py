@@ -185,22 +185,18 @@ def test_notes_stand_until_all_have_read_them(members: Members) -> None:
 
     def fast() -> None:
         board = members.boards[0]
-        board.note(operation(0), 11)
-        board.fence(operation(0))
+        board.fence(operation(0), number=11)
         arrive(board, operation(0))
         late.set()
-        board.note(operation(0), 22)
-        board.fence(operation(0))
+        board.fence(operation(0), number=22)
 
     def slow(rank: int) -> None:
         board = members.boards[rank]
-        board.note(operation(rank), 0)
         board.fence(operation(rank))
         late.wait(5)
         time.sleep(0.02)
         assert 11 in board.noted()
         arrive(board, operation(rank))
-        board.note(operation(rank), 0)
         board.fence(operation(rank))
         assert 22 in board.noted()
 

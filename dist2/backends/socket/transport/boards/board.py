@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dist2.backends.socket.transport.boards.arrivals import new_arrivals
-from dist2.backends.socket.transport.boards.control_words import ALL, NOBODY, NOTES, RING
+from dist2.backends.socket.transport.boards.control_words import ALL, NOBODY, entry_at
 from dist2.backends.socket.transport.boards.meeting import Meeting
 from dist2.backends.socket.transport.boards.mismatches import Mismatches
 from dist2.backends.socket.transport.boards.regions import SLOT_BYTES, Regions, slot_offset
@@ -115,7 +115,7 @@ class Board:
 
     # Fences
 
-    def fence(self, operation: Operation, whom: int = ALL) -> None:
+    def fence(self, operation: Operation, whom: int = ALL, number: int = 0) -> None:
         """Arrive at the next fence; return when the awaited members are there, with the same call.
 
         Their earlier writes are then visible to this member.
@@ -123,6 +123,7 @@ class Board:
         Args:
             operation: The call of this member.
             whom: All, or one other member, or `NOBODY`.
+            number: Published with the fence; see `noted`.
 
         Raises:
             MismatchError: A member is here with another operation.
@@ -130,33 +131,15 @@ class Board:
             PeerLostError: A member died or left.
             GroupAbortedError: `Roster.abort` was called.
         """
-        self.arrivals.cross(operation, self.wait, whom)
-
-    def reach(self, operation: Operation, phase: int) -> None:
-        """Return when all members are at a fence that this one has reached before; raises as `fence`."""
-        if self._peers:
-            self.arrivals.reach(operation, self.wait, phase)
+        self.arrivals.cross(operation, self.wait, whom, None, number)
 
     def log_call(self, operation: Operation) -> None:
         """Log the call of this member at the next fence: it may be gone when another member asks."""
         self.mismatches.log_call(operation)
 
-    def note(self, operation: Operation, value: int) -> None:
-        """Publish a number with the next fence; raises as `fence`."""
-        self.prepare(operation)
-        self._own[NOTES + (self.arrivals.phase + 1 & 1)] = value
-
-    def prepare(self, operation: Operation) -> None:
-        """Return when this member may write data for readers after the next fence; raises as `fence`.
-
-        There is such memory for every other fence. Its contents were for a fence before the last one, and all
-        members that have come to the last one have read them.
-        """
-        self.reach(operation, self.arrivals.phase)
-
     def noted(self) -> list[int]:
         """Return the numbers of the other members at the last fence; read before the next one."""
-        return [words[NOTES + (self.arrivals.phase & 1)] for words, _ in self._peers]
+        return [words[entry_at(self.arrivals.phase) + 1] for words, _ in self._peers]
 
     def published(self, own: int) -> list[int]:
         """Return the numbers of all members at the last fence, by rank; the caller's is given."""
@@ -166,8 +149,7 @@ class Board:
 
     def share(self, operation: Operation, number: int) -> list[int]:
         """Return a number of each member, by rank, which they publish with a fence; raises as `fence`."""
-        self.note(operation, number)
-        self.fence(operation)
+        self.fence(operation, number=number)
         return self.published(number)
 
     # Waiting
@@ -205,7 +187,7 @@ class Board:
 
     def _absent(self, whom: int, phase: int) -> list[int]:
         """Return the awaited members that have not come to a fence with the same operation."""
-        at = phase % RING
+        at = entry_at(phase)
         return [
             member.rank
             for words, member in self._peers

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dist2.operation.engine import WORDS_OF_CONTROL as _TABLE
 
 RING: int = _TABLE["RING"]
+ENTRY: int = _TABLE["ENTRY"]
 WINDOW: int = _TABLE["WINDOW"]
 SLEEPING: int = _TABLE["SLEEPING"]
 STATE: int = _TABLE["STATE"]
 DESCRIBED: int = _TABLE["DESCRIBED"]
 GAVE_UP: int = _TABLE["GAVE_UP"]
-NOTES: int = _TABLE["NOTES"]
 MET: int = _TABLE["MET"]
 CALLED: int = _TABLE["CALLED"]
 SEQ: int = _TABLE["SEQ"]
@@ -30,3 +30,8 @@ ALL, NOBODY = -1, -2
 PHASE_BITS: int = _TABLE["PHASE_BITS"]
 PRINT_BITS: int = _TABLE["PRINT_BITS"]
 PHASES = 1 << PHASE_BITS
+
+
+def entry_at(phase: int) -> int:
+    """Return the position of the entry of a fence: its word, and behind it the published number."""
+    return phase % RING * ENTRY

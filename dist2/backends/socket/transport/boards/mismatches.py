@@ -17,6 +17,7 @@ from dist2.backends.socket.transport.boards.control_words import (
     RING,
     SEQ,
     WINDOW,
+    entry_at,
 )
 from dist2.backends.socket.transport.boards.regions import TEXT_AT, TEXT_BYTES, Regions
 from dist2.backends.socket.transport.boards.roster import Peers
@@ -106,7 +107,7 @@ class Mismatches:
         """
         phase = self._arrivals.phase
         for number in range(max(1, phase - WINDOW), phase + 1):
-            at = number % RING
+            at = entry_at(number)
             word = self._own[at]
             for words, _ in self._peers:
                 seen = words[at]
@@ -126,7 +127,7 @@ class Mismatches:
                 if call is not None:
                     calls[member.rank] = call
             yield_core()
-        at = phase % RING
+        at = entry_at(phase)
         differ = {member.rank for words, member in self._peers if words[at] != word}
         for rank in differ - calls.keys():
             calls[rank] = Call(text="an operation that it did not describe in time")
@@ -156,7 +157,7 @@ class Mismatches:
 
     def _left_at(self, words: memoryview, rank: int, phase: int) -> Call | None:
         """Return the call that a member logged at one of the last fences; None if there is none."""
-        if words[phase % RING] >> PRINT_BITS != phase % PHASES:
+        if words[entry_at(phase)] >> PRINT_BITS != phase % PHASES:
             return None
         return read_call_log(self._regions.call_log(rank), words[CALLED + phase % RING])
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 
 from dist2.backends.socket.transport.boards.board import Board
-from dist2.backends.socket.transport.boards.control_words import GAVE_UP, PHASES, PRINT_BITS, RING
+from dist2.backends.socket.transport.boards.control_words import GAVE_UP, PHASES, PRINT_BITS, entry_at
 from dist2.backends.socket.transport.spinning import yield_core
 from dist2.errors import MismatchError, PeerLostError
 from dist2.operation.description import Call
@@ -102,7 +102,7 @@ class Recall:
 
     def _is_complete(self) -> bool:
         """Whether all have come to the last fence, with the same operation: some may have passed it."""
-        at = self._board.phase % RING
+        at = entry_at(self._board.phase)
         return all(words[at] == self._own[at] for words, _ in self._peers)
 
     def _behind(self, phase: int) -> list[int]:
@@ -110,5 +110,5 @@ class Recall:
         return [
             member.rank
             for words, member in self._peers
-            if words[phase % RING] >> PRINT_BITS != phase % PHASES and not member.neighbour.is_dead()
+            if words[entry_at(phase)] >> PRINT_BITS != phase % PHASES and not member.neighbour.is_dead()
         ]
