@@ -104,7 +104,8 @@ cdef class Usual:
             tensors = (args[1],)
             outputs = tensors[:] if root == runner.info.rank else ()
             return self.run(runner, self.agreed, root, tensors, outputs, is_async)
-        if type(args[1 if pattern == LIST_AT_ROOT else 2]) not in (list, tuple):
+        several = type(args[1 if pattern == LIST_AT_ROOT else 2])
+        if several is not list and several is not tuple:
             return None
         if pattern == LIST_AT_ROOT:
             return self.run(runner, root, ALONE, (args[2],), tuple(args[1]), is_async)

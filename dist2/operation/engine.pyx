@@ -136,12 +136,12 @@ cdef class Arrivals:
             write_word(&self.board.own[SEQ], <uint64_t>operation.seq)
         return 0
 
-    def cross(self, Operation operation not None, wait, long whom=ALL, attend=None, uint64_t number=0):
+    def cross(self, Operation operation not None, waiter, long whom=ALL, attend=None, uint64_t number=0):
         """Come to the next fence, and await members there.
 
         Args:
             operation: The call.
-            wait: Called with it to sleep until the members of `whom` are at the fence `sought`.
+            waiter: Has ``wait(operation)``, which sleeps until the members of `whom` are at the fence `sought`.
             whom: A rank, ALL or NOBODY.
             attend: Called with it between two yields.
             number: Published with the fence.
@@ -158,9 +158,9 @@ cdef class Arrivals:
         plan.steps, plan.count = &step, 1
         run.plan, run.board = &plan, &self.board
         run.print, run.wait.attended = operation.signature.fingerprint & <uint64_t>-1, attend is not None
-        self.go_on(&run, attend is not None, operation, wait, attend)
+        self.go_on(&run, attend is not None, operation, waiter, attend)
 
-    cdef Status go_on(self, Run *run, bint is_long, operation, wait, attend) except *:
+    cdef Status go_on(self, Run *run, bint is_long, operation, waiter, attend) except *:
         """Run until the plan is DONE, or a step is the caller's, or the members have to take their other plan."""
         cdef Status status
         run.wait.brief = not is_long
@@ -172,7 +172,7 @@ cdef class Arrivals:
             status = run_plan(run)
         while status == AGAIN or status == SLOW:
             if status == SLOW:
-                wait(operation)
+                waiter.wait(operation)
             elif attend is not None:
                 attend(operation)
             run.wait.brief = 0
@@ -613,7 +613,7 @@ cdef class Script:
     cdef Status _go_on(self, operation) except *:
         taker = parts_taker  # another thread may stop recording meanwhile
         if taker is None:
-            return self.arrivals.go_on(&self.state, self.is_long, operation, self.host.wait, self.attend)
+            return self.arrivals.go_on(&self.state, self.is_long, operation, self.host, self.attend)
         return self._go_on_timed(operation, taker)
 
     cdef Status _go_on_timed(self, operation, taker) except *:
@@ -626,7 +626,7 @@ cdef class Script:
             raise MemoryError
         run.part_count, run.part_room, run.part_ns = 0, MOST_PARTS, begun_ns
         try:
-            status = self.arrivals.go_on(run, self.is_long, operation, self.host.wait, self.attend)
+            status = self.arrivals.go_on(run, self.is_long, operation, self.host, self.attend)
             parts = [
                 (PART_NAMES[run.parts[at].kind], run.parts[at].begun_ns, run.parts[at].ended_ns)
                 for at in range(run.part_count)

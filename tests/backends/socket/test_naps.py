@@ -43,9 +43,11 @@ class Pair:
         at = entry_at(self.arrivals.phase)
         self.peer[at] = self.own[at]
 
+    wait = come
+
     def yield_once(self) -> None:
         """Meet at a fence to which the other comes at the first yield."""
-        self.arrivals.cross(self._call, self.come, ALL, self.come)
+        self.arrivals.cross(self._call, self, ALL, self.come)
 
     def sleep(self, late_ns: int) -> None:
         """Meet at a fence to which the other comes once this one sleeps, which wakes so late; 0: at once.
@@ -74,7 +76,7 @@ class Pair:
         other = threading.Thread(target=wake)
         other.start()
         try:
-            self.arrivals.cross(self._call, self.come)
+            self.arrivals.cross(self._call, self)
         finally:
             crossed.set()
             other.join()
@@ -111,7 +113,7 @@ class Crowd:
         self._tells, self.longest_ns = tells, 0
         for _ in range(2):
             self._had_turns = False
-            self.arrivals.cross(self._call, self._come, ALL, self._run_in_turn)
+            self.arrivals.cross(self._call, self, ALL, self._run_in_turn)
 
     def _run_in_turn(self, _: Operation) -> None:
         """Give each a turn between two yields; they come at the next time, when the yield has been timed."""
@@ -136,6 +138,8 @@ class Crowd:
         at = entry_at(self.arrivals.phase)
         for each in self.others:
             each[at] = self.own[at]
+
+    wait = _come
 
 
 def preemptions() -> int:

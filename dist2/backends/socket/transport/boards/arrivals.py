@@ -2,8 +2,8 @@
 
     arrivals = new_arrivals(rank, own_words, doorbell, members, spins)
     arrivals.add(rank, words, their_doorbell)       # each other member
-    arrivals.cross(operation, wait)                 # come to the next fence, and wait for all
-    arrivals.cross(operation, wait, NOBODY)         # come to it and go on
+    arrivals.cross(operation, board)                # come to the next fence, and wait for all
+    arrivals.cross(operation, board, NOBODY)        # come to it and go on
 
 A member publishes a word made of the fence's number and the operation's fingerprint; a peer has come once
 its word is the same. Words stand in a ring, so that those of the last fences can be read for a while: a

@@ -131,7 +131,7 @@ class Board:
             PeerLostError: A member died or left.
             GroupAbortedError: `Roster.abort` was called.
         """
-        self.arrivals.cross(operation, self.wait, whom, None, number)
+        self.arrivals.cross(operation, self, whom, None, number)
 
     def log_call(self, operation: Operation) -> None:
         """Log the call of this member at the next fence: it may be gone when another member asks."""
