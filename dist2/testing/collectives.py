@@ -124,12 +124,12 @@ def test_reduce_leaves_the_others_alone(tenant: BackendCase, world_size: int) ->
         for shape in (*SHAPES, LARGE):
             everyone = [example(shape, torch.float32, rank) for rank in range(world_size)]
             for root in range(world_size):
-                mine = everyone[pg.rank()].clone()
-                pg.reduce(mine, root)
-                if pg.rank() == root:
-                    same(mine, reduced(everyone, Reduction.of(ReduceOp.SUM)), tenant)
-                else:
-                    assert torch.equal(mine, everyone[pg.rank()])
+                for mine in (everyone[pg.rank()].clone(), strided(shape, everyone[pg.rank()])):
+                    pg.reduce(mine, root)
+                    if pg.rank() == root:
+                        same(mine, reduced(everyone, Reduction.of(ReduceOp.SUM)), tenant)
+                    else:
+                        assert torch.equal(mine, everyone[pg.rank()])
 
     tenant.run(world_size, body)
 

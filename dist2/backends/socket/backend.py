@@ -260,8 +260,8 @@ class SocketBackend(Backend):
         return self._logged(signature, program, meets)
 
     def _logged(self, signature: Signature, program: Execute, meets: bool) -> Execute:
-        if self.board is not None and not self.layout:  # the board compares calls itself
-            return program
+        if self.world_size == 1 or (self.board is not None and not self.layout):
+            return program  # nobody asks, or the board compares calls itself
         endpoint, recent = self.endpoint, self._recent
 
         def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> None:

@@ -15,13 +15,11 @@ from dist2.backends.socket.recipes import (
     Likeness,
     Recipe,
     Recipes,
-    check_reduction,
     layout_of,
     multiplies,
     recipes_of,
 )
 from dist2.backends.socket.reduction import prepare
-from dist2.backends.socket.solo import run_alone
 from dist2.backends.socket.staging import Program, staged
 from dist2.backends.socket.traffic import MessageHost, MessagePlan, MessageProgram
 from dist2.backends.socket.transport.boards.board import Board
@@ -104,7 +102,7 @@ class Programs:
                 not fit.
         """
         program = self.make_plain(signature)
-        if program is run_alone or signature.kind in COALESCED:
+        if signature.kind in COALESCED:
             return program  # they take tensors of any strides by themselves
         return staged(program, layout_of(signature, self._world_size).dtype)
 
@@ -116,16 +114,16 @@ class Programs:
         """
         if signature.kind in COALESCED:
             return coalesced(signature, self._world_size, self.make)
-        if self._world_size == 1:
-            check_reduction(signature)
-            return run_alone
         return _multiplied(self._program(self.recipes.find(signature)), signature)
 
     def _program(self, recipe: Recipe) -> Program:
         """Return a callable that follows a recipe in this group."""
-        if isinstance(recipe.plan, MessagePlan):
-            return MessageProgram(self._message_host, recipe.plan)
-        run: Program = self._script(recipe).run
+        if not isinstance(recipe.plan, MessagePlan):
+            run: Program = self._script(recipe).run
+        elif recipe.plan.messages:
+            run = MessageProgram(self._message_host, recipe.plan)
+        else:  # of a group of one
+            run = Script(self._message_host.arrivals, recipe.plan.plan, self._message_host).run
         return run
 
     def _script(self, recipe: Recipe) -> Script:
