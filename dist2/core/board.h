@@ -49,7 +49,6 @@ typedef struct {
     uint64_t phase;  /* number of the last fence to which this member has come */
     uint64_t sought; /* the fence that the caller is to await after SLOW, */
     long whom;       /* and the awaited members: a rank, ALL or NOBODY */
-    uint64_t called; /* the word of the operation for the next fence: see CALLED */
     uint64_t slot;   /* offset in each region of the half or piece in use */
     uint64_t halves[2]; /* offsets of the halves of the slots, which have turns */
     int turn;           /* which of them is next */
@@ -87,7 +86,7 @@ int peer_index(const Board *board, long whom);
    one switch of the core serves several operations. */
 Status reach(Board *board, Wait *wait, uint64_t phase, uint64_t more);
 
-/* Wait until this member may come to the next fence: its word overwrites one that all must have read. */
+/* Wait until this member may come to the next fence: its entry takes the place of one that all must have read. */
 Status make_room(Board *board, Wait *wait);
 
 /* Come to the next fence; return whether the caller must look after the health of the others before it goes on: it
@@ -95,7 +94,7 @@ Status make_room(Board *board, Wait *wait);
    `whom`: as `peer_index` returns it. */
 int arrive(Board *board, uint64_t print, uint64_t number, int whom, size_t moved);
 
-/* Return the number that a member published with the last fence; it stands until this one has come to the next. */
+/* Return the number that a member, which was awaited there, has published with the last fence. */
 uint64_t number_of(const Board *board, const Peer *peer);
 
 /* Wait until members have come to a fence, with the same fingerprints. */

@@ -12,9 +12,9 @@
 #include <string.h>
 
 enum {
-    FEW_SOURCES = 64,           /* of a FOLD: addresses on the stack */
+    FEW_SOURCES = 64,           /* of a FOLD, whose addresses are on the stack; the caller folds more */
     AWAY_BYTES = 4 << 10,       /* shorter copies into slots never go past the caches */
-    OWN_PAST_BYTES = 1 << 20,   /* copies at a fence from here on do: the next call may find shorter ones there */
+    OWN_PAST_BYTES = 1 << 20,   /* own copies at a fence from here on do; the next call may still find shorter ones cached */
 };
 
 char *
@@ -25,9 +25,10 @@ place_address(const Run *run, const Place *place)
         return run->tensors[place->index] + place->at + run->offset;
     case SLOT:
         return run->board->regions[place->index] + run->board->slot + place->at;
-    default:
-        return run->mapped[place->index] + place->at;
+    case MAPPED:
+        break;
     }
+    return run->mapped[place->index] + place->at;
 }
 
 static Status
@@ -60,6 +61,8 @@ run_fold(const Run *run, const Step *step)
     return DONE;
 }
 
+/* The full fence of `arrive` is between this member's word and these reads; the other member publishes GAVE_UP, then
+   reads that word: recall.py. */
 static int
 has_any_given_up(const Board *board)
 {
@@ -86,7 +89,8 @@ run_fence(Run *run, const Step *step)
             return status;
         }
         run->stage = MOVE;
-        if (arrive(board, run->print, step->number, whom, run->plan->moved)) {
+        uint64_t number = whom == ALL ? step->number : run->called;
+        if (arrive(board, run->print, number, whom, run->plan->moved)) {
             return SLOW;
         }
         /* fall through */
@@ -231,7 +235,6 @@ run_end(Run *run)
 static Status
 run_step(Run *run, const Step *step)
 {
-    Status status;
     switch (step->kind) {
     case COPY:
         return run_copy(run, step);
@@ -240,9 +243,7 @@ run_step(Run *run, const Step *step)
     case FENCE:
         return run_fence(run, step);
     case CLAIM:
-        status = claim(run->board, &run->wait, (int)step->number);
-        run->board->called = step->number == HALVES ? 0 : run->called;
-        return status;
+        return claim(run->board, &run->wait, (int)step->number);
     case LOOP:
         return run_loop(run, step);
     case END:
@@ -256,9 +257,12 @@ run_step(Run *run, const Step *step)
         return run_offer(run, step);
     case TAKE:
         return run_take(run, step);
-    default:
-        return CALL;
+    case SEND:
+    case RECV:
+    case CALLER:
+        break;
     }
+    return CALL;
 }
 
 /* ---- The parts of calls, with their times, recorded on request ---- */

@@ -2,8 +2,13 @@
 
    A member comes to a fence by publishing one word: the fence's number and the operation's fingerprint. Another
    member compares it with its own word of that fence, so one comparison shows that the first has arrived and that it
-   made the same call. Words stand in a ring of RING entries; a member may be up to WINDOW fences ahead of the others, so
-   every entry is read by all before it is overwritten. With the word, in the same cache line, it can publish a number.
+   made the same call. With the word, in the same cache line, it publishes a number, which those that await it can read
+   behind the fence: its call, at a fence at which it does not await all, and else what the plan wants to compare.
+
+   Words stand in a ring of RING entries. To come to fence n, a member awaits that all are at n - (WINDOW - 1); each of
+   them had then read the others' words up to n - 2 (WINDOW - 1), as it had awaited the same before. So an entry is
+   free again after 2 (WINDOW - 1) fences. A number is read before its reader comes to the next fence, so it is free
+   after WINDOW; the reads are ordered before the overwriting by the word of that fence, released and acquired.
 
    A sleeping member publishes which fence it awaits (SLEEPING), then looks again, then sleeps. A member that comes
    publishes its word, then reads the SLEEPING of the others. Between the two steps both have a full fence: at least
@@ -13,6 +18,10 @@
 
 #include <stdlib.h>
 #include <unistd.h>
+
+_Static_assert(RING >= 2 * (WINDOW - 1), "an entry is overwritten before all have read it");
+_Static_assert(PHASES % RING == 0, "an old word of an entry looks like a new one");
+_Static_assert(RING * ENTRY <= SLEEPING, "the ring overlaps other words");
 
 #define LOOK_NS INT64_C(5000000) /* how often a member that waits for fewer than all looks after the others' health */
 #define FOR_ALL 1                /* in SLEEPING: the awaited members, */
@@ -93,10 +102,11 @@ entry_of(Word *words, uint64_t phase)
 uint64_t
 number_of(const Board *board, const Peer *peer)
 {
-    return read_word(&entry_of(peer->words, board->phase)[1]); /* ordered by the word, which was observed */
+    return read_word(&entry_of(peer->words, board->phase)[1]); /* written before the word, which was observed */
 }
 
-/* Whether a member has come to a fence, with the same fingerprint there and before. */
+/* Whether a member has come to a fence, with the same fingerprint there and before. Up to this member's last fence:
+   both entries of a later one are old, and equal. */
 static inline int
 has_come(const Board *board, Peer *peer, uint64_t phase)
 {
@@ -192,8 +202,9 @@ sleeping_word(Board *board, uint64_t phase)
     return board->naps << (WHOM_BITS + PHASE_BITS) | phase % PHASES << WHOM_BITS | code;
 }
 
-/* Wake the members that can continue, once for each of their naps. Of several members that come at the same time at
-   least one sees the words of all, as each published its own first. */
+/* Wake the members that can continue, once for each of their naps. Of members that come at the same time, and one that
+   goes to sleep, the last to pass its full fence sees the words of all and the nap; if that is the sleeper, it does not
+   sleep. */
 static void
 ring_sleepers(Board *board)
 {
@@ -239,8 +250,6 @@ arrive(Board *board, uint64_t print, uint64_t number, int whom, size_t moved)
 {
     uint64_t phase = ++board->phase;
     tell_distance(board, moved);
-    write_word(&board->own[CALLED + phase % RING], board->called);
-    board->called = 0;
     Word *entry = entry_of(board->own, phase);
     write_word(&entry[1], number);
     publish(entry, (phase % PHASES) << PRINT_BITS | (print & PRINT_MASK));
@@ -257,7 +266,7 @@ arrive(Board *board, uint64_t print, uint64_t number, int whom, size_t moved)
 Status
 claim(Board *board, Wait *wait, int kind)
 {
-    if (kind == HALVES) { /* a member that has passed a fence of all knows that the half before is read */
+    if (kind == HALVES) { /* each use of a half has a fence of all, behind which the half before is read by all */
         board->slot = board->halves[board->turn];
         board->turn ^= 1;
         return DONE;

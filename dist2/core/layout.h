@@ -9,25 +9,26 @@
 #define PHASE_BITS (64 - PRINT_BITS)
 #define PHASES (UINT64_C(1) << PHASE_BITS)
 #define PRINT_MASK ((UINT64_C(1) << PRINT_BITS) - 1)
-#define WHOM_BITS 16 /* of SLEEPING: see `sleeping_word` in fences.c */
+#define WHOM_BITS 20 /* of SLEEPING: see `sleeping_word` in fences.c */
+#define IS_CALL (UINT64_C(1) << 63) /* in a number published with a fence: it names a call; see call_log.py */
 
+/* How many there are of what, then positions. */
 #define CONTROL_WORDS(_)                                                                                      \
-    _(RING, 32)     /* entries from 0 on: arrivals at the last fences, by number of the fence, */             \
-    _(ENTRY, 2)     /* of so many words: the arrival, and the number that was published with it */            \
-    _(WINDOW, 16)   /* fences by which a member may be ahead of another: it overwrites no word before that */ \
-    _(SLEEPING, 64) /* the fence that a sleeping member awaits; 0: it is awake */                             \
+    _(RING, 32)     /* entries of the ring of fences, from word 0 on, by number of the fence: see fences.c */ \
+    _(ENTRY, 2)     /* words of an entry: the arrival, and the number that was published with it */           \
+    _(WINDOW, 16)   /* a member is ahead of another by fewer fences */                                        \
+    _(WORDS, 97)    /* all control words */                                                                   \
+    _(SLEEPING, 64) /* the number of a nap, the fence that it awaits, and whom; 0: it is awake */             \
     _(STATE, 72)    /* not 0: it has closed, aborted or revoked the group, or timed out */                    \
     _(DESCRIBED, 73) /* the fence at which it found a mismatch, and the length of its call's description */   \
     _(GAVE_UP, 74)  /* it has given up an operation in which it exposed memory */                             \
     _(MET, 75)      /* it has found the regions of all members */                                             \
     _(CORE, 76)     /* the core on which it waits, plus 1; 0: unknown */                                      \
     _(CROWDED, 77)  /* not 0: another process uses its core as well */                                        \
-    _(CALLED, 80)   /* its calls at those fences of the ring at which it did not wait for all */              \
-    _(SEQ, 112)     /* number of its operation; apart from words that others read at each fence */            \
-    _(RANG, 113)    /* monotonic nanosecond at which it last rang a doorbell, */                              \
-    _(RAN, 114)     /* and at which it was known to run */                                                    \
-    _(PROBE, 120)   /* alone in its cache line: the time to read it shows the distance of its caches */       \
-    _(WORDS, 121)   /* how many there are */
+    _(SEQ, 80)      /* number of its operation; apart from words that others read at each fence */            \
+    _(RANG, 81)     /* monotonic nanosecond at which it last rang a doorbell */                               \
+    _(RAN, 82)      /* monotonic nanosecond at which it was last known to run */                              \
+    _(PROBE, 96)    /* alone in its cache line: the time to read it shows the distance of its caches */
 
 #define AS_CONSTANT(name, value) name = value,
 enum { CONTROL_WORDS(AS_CONSTANT) };

@@ -61,6 +61,7 @@ typedef struct {
     Plan *plan;
     int claimed;       /* kind of the memory that was claimed last; -1: none */
     const Step *loop;  /* that the step is in */
+    int noted;         /* whether all have come to the last fence */
 } Check;
 
 static const size_t PIECE_BYTES[] = {[TINY] = 1 << 10, [LONGER] = 128 << 10};
@@ -141,6 +142,8 @@ check_step(Check *check, const Step *step)
                    : "receives to outside of the rank's own memory";
     case FENCE:
         check->plan->fences++;
+        check->plan->leaving += step->whom != ALL;
+        check->noted = step->whom == ALL;
         if (step->nbytes && (step->dst.base != TENSOR || step->src.base != TENSOR)) {
             return "copies what others use while they come to a fence";
         }
@@ -149,7 +152,6 @@ check_step(Check *check, const Step *step)
         if (step->number > HALVES) {
             return "claims pieces of no kind";
         }
-        check->plan->claims += step->number != HALVES;
         check->claimed = (int)step->number;
         return NULL;
     case LOOP:
@@ -161,6 +163,7 @@ check_step(Check *check, const Step *step)
         }
         check->loop = step;
         check->claimed = -1; /* each turn claims anew */
+        check->noted = 0;
         return NULL;
     case END:
         if (check->loop == NULL) {
@@ -180,11 +183,15 @@ check_step(Check *check, const Step *step)
         if (check->plan->mapped) {
             return "takes memory a second time";
         }
+        if (!check->noted) {
+            return "takes what was exposed with no fence of all";
+        }
         check->plan->mapped = step->count;
         return NULL;
-    default:
-        return NULL;
+    case NOTED:
+        return check->noted ? NULL : "reads what was published with no fence of all";
     }
+    return "is of no kind";
 }
 
 const char *
@@ -192,7 +199,7 @@ plan_check(Plan *plan, int *at)
 {
     Check check = {.plan = plan, .claimed = -1};
     plan->moved = 0;
-    plan->claims = plan->fences = plan->mapped = 0;
+    plan->fences = plan->leaving = plan->mapped = 0;
     for (*at = 0; *at < plan->count; ++*at) {
         const Step *step = &plan->steps[*at];
         const char *complaint = check_step(&check, step);

@@ -22,12 +22,12 @@ typedef struct {
 typedef enum {
     COPY,    /* src to dst */
     FOLD,    /* srcs to dst, by FOLDS[number] */
-    FENCE,   /* come to a fence and publish `number`, copy src to dst while others come (memory that only this rank
+    FENCE,   /* come to a fence and publish `number` (if not all are awaited, the call), copy src to dst while others come (memory that only this rank
                 uses), await `whom` */
     CLAIM,   /* the half that is next, or the next piece: `number` is its kind */
     LOOP,    /* run the steps up to END `number` times; places in tensors move on by `nbytes` each time */
     END,
-    NOTED,   /* CALL unless all others published `number` with the last fence */
+    NOTED,   /* CALL unless all others published `number` with the last fence, a fence of all */
     SHARED,  /* OTHER unless srcs, which are in tensors, lie in shared memory of this process */
     OFFER,   /* expose srcs, which are in tensors, from the next fence on */
     TAKE,    /* find what the others exposed with the last fence: srcs are member and part; OTHER unless all is mapped */
@@ -58,11 +58,11 @@ typedef struct {
     int mapped;          /* places that TAKE finds */
     size_t *sizes;       /* of the tensors, in bytes; SIZE_MAX: not known */
     size_t half;         /* bytes of a half of a slot */
-    char *used;          /* whether steps have places in a tensor */
+    char *used;          /* by tensor: whether steps have places in it */
     Step *steps;
     int count;
     size_t moved; /* bytes, by copies and folds */
-    int claims, fences;
+    int fences, leaving; /* fences, and those at which the rank does not await all */
 } Plan;
 
 /* Set up an empty plan, or free one. 0, or -1 without memory. */
@@ -73,7 +73,9 @@ void plan_close(Plan *plan);
 int plan_add(Plan *plan, const Step *step);
 
 /* Check a complete plan: that every step stays inside the memory it was given, and writes only outputs and the rank's
-   own slot. Memory that other ranks expose has no known size: its owner runs the same plan. Return NULL, or a text about the step whose number is in `at`. */
+   own slot. Memory that other ranks expose has no known size: with the same fingerprint they expose as much. When memory
+   may be accessed is not checked: that is the schedule's part. Return NULL, or a text about the step whose number is in
+   `at`. */
 const char *plan_check(Plan *plan, int *at);
 
 /* Whether all members that a plan names are on a board, and its slots are as long as plans assume. */
@@ -109,8 +111,8 @@ typedef struct {
     uint64_t turns; /* of the loop that are left, */
     uint64_t offset; /* and how far its places have moved */
     Wait wait;
-    Part *parts; /* room for two a step; NULL: no clock is read */
-    int part_count, part_room;
+    Part *parts; /* NULL: no clock is read */
+    int part_count, part_room; /* parts for which there is no room are dropped */
     int64_t part_ns;
 } Run;
 

@@ -21,13 +21,14 @@ cdef extern from "plan.h" nogil:
         int count
         char **regions
         Peer *peers
-        uint64_t phase, sought, called, slot, naps, waited_ns
+        uint64_t phase, sought, slot, naps, waited_ns
         uint64_t halves[2]
         long whom, spins, yields, sleepy, nap
         int64_t slow_ns
         int turn, far
-        Pieces pieces[2]
+        Pieces *pieces
         char stopped
+    uint64_t IS_CALL
     int MOST_PIECES, PIECE_KINDS, HALVES, HEADER_WORDS, SEQ, IS_MAPPED
     int ALL, NOBODY
     int board_open(CBoard *, Word *, long, int)
@@ -59,7 +60,7 @@ cdef extern from "plan.h" nogil:
         CPlace *srcs
     ctypedef struct CPlan "Plan":
         long rank
-        int inputs, tensors, mapped, count, claims, fences
+        int inputs, tensors, mapped, count, fences, leaving
         char *used
         Step *steps
         size_t moved

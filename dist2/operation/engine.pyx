@@ -36,6 +36,7 @@ cdef int MOST_PARTS = 512
 cdef uint64_t TEXTS = 128
 CALL_TEXTS = TEXTS
 """How many descriptions of calls a member keeps."""
+CALL_FLAG = IS_CALL
 
 cdef uintptr_t shared_from = 0, shared_until = 0
 cdef uint64_t shared_header[7]
@@ -154,7 +155,7 @@ cdef class Arrivals:
         self.begin(operation)
         memset(&plan, 0, sizeof(plan))
         memset(&run, 0, sizeof(run))
-        step.whom, step.number = whom, number
+        step.whom, step.number, run.called = whom, number, number
         plan.steps, plan.count = &step, 1
         run.plan, run.board = &plan, &self.board
         run.print, run.wait.attended = operation.signature.fingerprint & <uint64_t>-1, attend is not None
@@ -212,15 +213,6 @@ cdef class Arrivals:
     def waited_ns(self):
         """How long this member has waited for others."""
         return self.board.waited_ns
-
-    @property
-    def called(self):
-        """The word that describes the call, for the next fence."""
-        return self.board.called
-
-    @called.setter
-    def called(self, uint64_t word):
-        self.board.called = word
 
     @property
     def naps(self):
@@ -473,7 +465,8 @@ cdef class Script:
         arrivals: The board.
         plan: A sealed plan.
         host: Has ``prepare(operation, script)``, called before the first run; ``wait(operation)``, which sleeps;
-            ``attend(operation)``, which is called between two yields, or None; ``log_call(operation)``;
+            ``attend(operation)``, which is called between two yields, or None; ``log_call(operation)``, which
+            returns the number that names the call;
             ``do(operation, script, at, payload)``, which does a step that is the
             caller's and returns an answer; ``fail(first, error)``, if the plan exposes memory: called with the
             number of the call's first fence.
@@ -575,7 +568,7 @@ cdef class Script:
                 run.print = signature.fingerprint & <uint64_t>-1
                 self.signature = signature
             arrivals.begin(operation)
-            if self.plan.plan.claims:
+            if self.plan.plan.leaving:
                 self._log(operation)
         if self.plan.plan.tensors:
             self._find(operation, inputs, 0, self.plan.plan.inputs)
@@ -583,15 +576,13 @@ cdef class Script:
         return 0
 
     cdef int _log(self, Operation operation) except -1:
-        """Log the call, as others may ask for it when this member is gone: once for each line of user code."""
+        """Log the call, as others may ask for it when this member has gone on: once for each line of user code."""
         cdef Arrivals arrivals = self.arrivals
         code = operation.code
         if code is not self.code or operation.instruction != self.instruction or arrivals.texts - self.text >= TEXTS:
-            self.host.log_call(operation)
+            self.text = self.host.log_call(operation) & 0xFFFFFFFF
             self.code, self.instruction = code, operation.instruction
-            self.text = arrivals.board.called & 0xFFFFFFFF
-            arrivals.board.called = 0
-        self.state.called = <uint64_t>operation.seq << 32 | self.text
+        self.state.called = IS_CALL | <uint64_t>operation.seq << 32 | self.text
         return 0
 
     cdef int _find(self, Operation operation, tensors, int first, int stop) except -1:

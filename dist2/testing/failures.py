@@ -86,6 +86,11 @@ MISTAKES = {
         lambda pg: (pg.all_reduce(torch.ones(2)), pg.broadcast(torch.ones(2), 0)),
         "broadcast(",
     ),
+    "order of empty tensors": Mistake(
+        lambda pg: (pg.broadcast(torch.ones(0), 0), pg.all_reduce(torch.ones(2))),
+        lambda pg: (pg.all_reduce(torch.ones(2)), pg.broadcast(torch.ones(0), 0)),
+        "broadcast(",
+    ),
     "reduction": Mistake(
         lambda pg: pg.all_reduce(torch.ones(2)),
         lambda pg: pg.all_reduce(torch.ones(2), ReduceOp.MAX),
@@ -151,6 +156,8 @@ def test_mismatched_calls_raise_on_all_ranks_and_the_survivors_go_on(tenant: Bac
             (mistake.odd if pg.rank() == 1 else mistake.usual)(pg)
             pg.barrier()  # where the others needed nothing of this rank
         assert isinstance(pg.get_error(), MismatchError)
+        usual = {call.op for rank, call in caught.value.calls.items() if rank != 1}
+        assert len(usual) == 1 or name in EXCHANGES, caught.value
         with pg.shrink() as left:
             assert _total(left) == 6.0
         return str(caught.value)

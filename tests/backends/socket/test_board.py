@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import threading
 import time
 
@@ -13,6 +14,7 @@ from support.time_limits import in_time
 
 from dist2 import GroupAbortedError, MismatchError, OperationTimeoutError, PeerLostError
 from dist2.backends.socket.transport.boards.arrivals import default_spins, lone_spins
+from dist2.backends.socket.transport.boards.control_words import SLEEPING
 from dist2.backends.socket.transport.boards.regions import slot_offset
 from dist2.operation.kinds import MAX
 
@@ -106,6 +108,27 @@ def test_leaving_frees_who_waits() -> None:
     assert isinstance(outcome, PeerLostError)
     assert outcome.ranks == (1,)
     assert "left the group" in str(outcome)
+    members.close()
+
+
+def test_who_goes_to_sleep_sees_an_abort_that_did_not_see_it_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The member that aborts has found no nap to end, and the other one no abort before its nap."""
+    members = Members(2)
+    first, second = members.boards
+    assert all(board.meeting.look_up() for board in (first, second))
+    monkeypatch.setattr(second.roster, "_wake_others", lambda: None)
+    monkeypatch.setattr(select, "poll", lambda: pytest.fail("it sleeps"))
+    naps: list[int] = []
+
+    def arrived() -> bool:
+        naps.append(first.regions.words(0)[SLEEPING])
+        if naps[-1]:
+            second.abort(GroupAbortedError("aborted by the test"))
+        return False
+
+    with pytest.raises(PeerLostError):
+        first._waiting.sleep_until(arrived, operation(0), lambda: [1])
+    assert naps[-1]
     members.close()
 
 

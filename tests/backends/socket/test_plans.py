@@ -12,7 +12,7 @@ from support.scripts import NotingHost, tensor
 from dist2.backends.socket.lowering import FILL
 from dist2.backends.socket.overlap import MAPPED, SLOT
 from dist2.backends.socket.transport.boards.board import Board
-from dist2.backends.socket.transport.boards.control_words import ALL, HEADER_WORDS, TABLE_BYTES
+from dist2.backends.socket.transport.boards.control_words import ALL, HEADER_WORDS, NOBODY, TABLE_BYTES
 from dist2.backends.socket.transport.boards.pieces import HALVES, LONGER, PIECE_BYTES, TINY, TINY_BYTES
 from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
 from dist2.operation.engine import FOLD_NAMES, Plan, Script
@@ -67,6 +67,8 @@ OWN = "writes outside of the rank's own memory"
         (lambda plan: plan.offer([tensor(INPUT), tensor(OUTPUT, 101)]), "exposes what is in no tensor"),
         (lambda plan: plan.offer([tensor(INPUT)] * (TABLE_BYTES // 8 - HEADER_WORDS + 1)), "too many parts"),
         (lambda plan: plan.copy(tensor(OUTPUT), (MAPPED, 0, 0), 4), INSIDE),  # nothing was taken
+        (lambda plan: plan.take([(OTHER, 0)], None), "exposed with no fence of all"),
+        (lambda plan: plan.noted(7, None), "published with no fence of all"),
     ],
 )
 def test_steps_outside_of_the_memory_that_they_were_given_are_refused(add: Adding, complaint: str) -> None:
@@ -181,9 +183,21 @@ def test_a_plan_of_which_sizes_are_unknown_is_checked_by_number_of_tensor() -> N
         plan.seal()
 
 
+@pytest.mark.parametrize("whom", [OTHER, NOBODY])
+def test_what_others_published_with_a_fence_is_read_behind_a_fence_of_all(whom: int) -> None:
+    plan = small_plan()
+    plan.fence()
+    plan.noted(7, None)
+    plan.fence(whom)
+    plan.noted(7, None)
+    with pytest.raises(ValueError, match="step 3 of the plan reads what was published with no fence of all"):
+        plan.seal()
+
+
 def test_a_plan_takes_memory_once() -> None:
     plan = small_plan()
+    plan.fence()
     plan.take([(OTHER, 0), (OTHER, 1)], None)
     plan.take([(OTHER, 0)], None)
-    with pytest.raises(ValueError, match="step 1 of the plan takes memory a second time"):
+    with pytest.raises(ValueError, match="step 2 of the plan takes memory a second time"):
         plan.seal()

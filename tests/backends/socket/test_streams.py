@@ -58,8 +58,7 @@ def members() -> Iterator[Members]:
 
 
 def arrive(board: Board, call: Operation, whom: int = NOBODY) -> None:
-    """Come to the next fence, after logging the call."""
-    board.log_call(call)
+    """Come to the next fence."""
     board.fence(call, whom)
 
 

@@ -123,7 +123,7 @@ class Board:
         Args:
             operation: The call of this member.
             whom: All, or one other member, or `NOBODY`.
-            number: Published with the fence; see `noted`.
+            number: Published with the fence; see `noted`. If not all are awaited, the call is published.
 
         Raises:
             MismatchError: A member is here with another operation.
@@ -131,11 +131,13 @@ class Board:
             PeerLostError: A member died or left.
             GroupAbortedError: `Roster.abort` was called.
         """
+        if whom != ALL:
+            number = self.log_call(operation)
         self.arrivals.cross(operation, self, whom, None, number)
 
-    def log_call(self, operation: Operation) -> None:
-        """Log the call of this member at the next fence: it may be gone when another member asks."""
-        self.mismatches.log_call(operation)
+    def log_call(self, operation: Operation) -> int:
+        """Log a call of this member, which may have gone on when another one asks; return its number."""
+        return self.mismatches.log_call(operation)
 
     def noted(self) -> list[int]:
         """Return the numbers of the other members at the last fence; read before the next one."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 
-from dist2.backends.socket.transport.boards.call_log import CallLog, read_call_log, seq_in
+from dist2.backends.socket.transport.boards.call_log import CallLog, names_call, read_call_log
 from dist2.backends.socket.transport.boards.control_words import (
-    CALLED,
     DESCRIBED,
+    ENTRY,
     PHASES,
     PRINT_BITS,
     RING,
@@ -64,12 +64,13 @@ class Mismatches:
 
     # This member's call
 
-    def log_call(self, operation: Operation) -> None:
-        """Publish with the next fence where others can read this call."""
+    def log_call(self, operation: Operation) -> int:
+        """Log a call; return the number that names it, to be published with a fence."""
         if self._call_log is None:
             self._call_log = CallLog(self._regions.call_log(self._rank))
-        self._arrivals.called = self._call_log.word(operation)
+        word = self._call_log.word(operation)
         self._arrivals.texts = self._call_log.count
+        return word
 
     def publish(self, call: Call, phase: int) -> None:
         """Publish the call of this member at a fence."""
@@ -159,11 +160,11 @@ class Mismatches:
         """Return the call that a member logged at one of the last fences; None if there is none."""
         if words[entry_at(phase)] >> PRINT_BITS != phase % PHASES:
             return None
-        return read_call_log(self._regions.call_log(rank), words[CALLED + phase % RING])
+        return read_call_log(self._regions.call_log(rank), words[entry_at(phase) + 1])
 
     def _of_operation(self, seq: int) -> Call | None:
         """Return one of the last calls that this member logged, by its number."""
-        for word in self._own[CALLED : CALLED + RING]:
-            if word and seq_in(word) == seq:
+        for word in self._own[1 : RING * ENTRY : ENTRY]:
+            if names_call(word, seq):
                 return read_call_log(self._regions.call_log(self._rank), word)
         return None

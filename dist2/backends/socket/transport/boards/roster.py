@@ -264,6 +264,7 @@ class Roster:
         self._wake_others()
 
     def _wake_others(self) -> None:
+        self._arrivals.order()  # the state is out before naps are read
         for words, member in self._peers:
             if words[SLEEPING]:
                 member.neighbour.doorbell.ring()

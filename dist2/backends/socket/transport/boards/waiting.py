@@ -92,8 +92,7 @@ class Waiting:
             if ctrl_c.pending:
                 ctrl_c.look()
             self.hear(operation)
-            self.check(missing, operation)
-            self._sleep(arrived, operation)
+            self._sleep(arrived, operation, missing)
 
     def hear(self, operation: Operation) -> None:
         """Make progress on the group's messages, if any; raise the failures that they report."""
@@ -142,13 +141,16 @@ class Waiting:
         if self._roster.messages is not None:
             self._roster.messages.seek(ranks)
 
-    def _sleep(self, arrived: Callable[[], bool], operation: Operation) -> None:
+    def _sleep(
+        self, arrived: Callable[[], bool], operation: Operation, missing: Callable[[], list[int]]
+    ) -> None:
         arrivals, messages = self._arrivals, self._roster.messages
         self._own[SLEEPING] = arrivals.sleeping_word()
-        arrivals.order()  # the flag must be out before the peers' words are read again
+        arrivals.order()  # the nap is out before words and states of the others are read again
         try:
             if arrived():
                 return
+            self.check(missing, operation)
             now_ns = monotonic_ns()
             longest_ms = sleep_ms(now_ns - operation.started_ns, operation.deadline_ns - now_ns)
             poll = select.poll()
