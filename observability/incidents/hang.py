@@ -176,6 +176,9 @@ def act(then: str, words: str, rank: int) -> None:
     for group in open_groups():
         if global_rank(group.info) == rank:
             group._abort_for(GroupAbortedError(words))
+            fault = group._runner.fault  # the cause of the error of each later call
+            if fault is not None and words not in getattr(fault, "__notes__", ()):
+                fault.add_note(words)
 
 
 def reason(then: str, why: str, where: Path | None) -> str:
