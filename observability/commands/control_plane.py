@@ -66,6 +66,10 @@ class ControlPlane:
             NoAnswerError: The URL is not one of a control plane, or has a token in its query, or the file or
                 the secret is unusable.
         """
+        if "://" not in url and Path(url).exists():
+            raise NoAnswerError(
+                f"{url} is no URL of a control plane; an incident is read with: dist2 why {url}"
+            )
         try:
             require_http(url)
             parts = urlsplit(url)

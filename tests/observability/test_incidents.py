@@ -212,14 +212,24 @@ def test_a_failure_is_explained_after_the_end(tmp_path: Path) -> None:
     assert part["versions"]["torch"] == torch.__version__
     for path in (folder, *folder.iterdir()):
         assert not path.stat().st_mode & 0o077 or path.parent == folder, path
+    trace = tmp_path / "trace.json"
     for name, root, base in (("whole", tmp_path, folder.name), ("files", folder, ".")):
         archive = Path(shutil.make_archive(str(tmp_path / name), "zip", root, base))
         assert why(archive).output == told.output
-        for command in (["query", "select count(*) from waits"], ["report", "-o", str(tmp_path / "a.html")]):
+        for command in (
+            ["query", "select count(*) from waits"],
+            ["report", "-o", str(tmp_path / "a.html")],
+            ["trace", "-o", str(trace)],
+        ):
             of_folder, of_archive = (
                 CliRunner().invoke(cli, [command[0], str(place), *command[1:]]) for place in (folder, archive)
             )
             assert (of_archive.exit_code, of_archive.output) == (0, of_folder.output)
+        traced = json.loads(trace.read_text())
+        assert [each["rank"] for each in traced["otherData"]["ranks"]] == [0]
+        assert list(traced["otherData"]["missing"]) == ["1"]
+        assert {"barrier", "all_reduce"} <= {each["name"].split()[0] for each in traced["traceEvents"]}
+        assert f"dist2 why {archive}" in CliRunner().invoke(cli, ["top", str(archive)]).output
 
 
 def test_only_the_first_failure_of_a_group_is_written(tmp_path: Path) -> None:
@@ -261,7 +271,7 @@ def test_a_folder_that_is_no_incident_is_refused(tmp_path: Path) -> None:
     (tmp_path / "incident.tgz").write_bytes(b"PK")
     shutil.make_archive(str(tmp_path / "other"), "zip", Path(__file__).parent, "monitoring")
     reasons = {"incident.tgz": "unpack", "other.zip": "is not an incident", "none": "no such folder"}
-    for command in (["why"], ["query", "select 1"], ["report"]):
+    for command in (["why"], ["query", "select 1"], ["report"], ["trace"]):
         for name, reason in reasons.items():
             told = CliRunner().invoke(cli, [command[0], str(tmp_path / name), *command[1:]])
             assert (told.exit_code, reason in told.output) == (2, True), told.output
