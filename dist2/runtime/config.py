@@ -273,7 +273,7 @@ def _control_plane(environment: Mapping[str, str]) -> str | None:
     text = environment.get("DIST2_CONTROL_PLANE", "0")
     if text.lower() in _FLAGS:
         return LOOPBACK if _FLAGS[text.lower()] else None
-    return _absolute(text) if "/" in text else text
+    return _absolute(text.removeprefix("unix://")) if "/" in text else text  # the scheme of its URLs
 
 
 def _absolute(text: str | None) -> str | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from ssl import SSLCertVerificationError
 from typing import Any, NoReturn, TypeVar
 from urllib.error import HTTPError, URLError
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, quote, urlsplit
 
 import attrs
 import click
@@ -66,7 +66,9 @@ class ControlPlane:
             NoAnswerError: The URL is not one of a control plane, or has a token in its query, or the file or
                 the secret is unusable.
         """
-        if "://" not in url and Path(url).exists():
+        if "://" not in url and Path(url).is_socket():
+            url = f"unix://{quote(str(Path(url).absolute()), safe='')}"
+        elif "://" not in url and Path(url).exists():
             raise NoAnswerError(
                 f"{url} is no URL of a control plane; an incident is read with: dist2 why {url}"
             )

@@ -33,7 +33,7 @@ class NoIncidentError(ValueError):
 
 
 def place_of(argument: str) -> Folder | None:
-    """Return the folder, or the zip of one, that the argument of a command names; None if it is a URL.
+    """Return the folder, or the zip of one, that the argument of a command names; None for a control plane.
 
     Raises:
         NoIncidentError: It is neither.
@@ -43,7 +43,7 @@ def place_of(argument: str) -> Folder | None:
         return path
     if path.is_file():
         return _zipped(path)
-    if "://" in argument:
+    if "://" in argument or path.is_socket():
         return None
     raise NoIncidentError(f"{argument}: no such folder; a url must start with http://, https:// or unix://")
 

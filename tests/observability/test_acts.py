@@ -22,11 +22,13 @@ from urllib.error import HTTPError
 import httpx
 import pytest
 import torch
+from click.testing import CliRunner
 from support.captured_logs import logged
 from support.documents import READ
 
 import dist2
 import observability
+from dist2.cli.app import cli
 from dist2.errors import GroupAbortedError, InvalidUsageError
 from dist2.runtime.deadline import Deadline
 from observability.server import acts, answers
@@ -328,6 +330,7 @@ def test_a_unix_socket_is_an_alternative(pg: dist2.ProcessGroup, tmp_path: Path)
         assert server.url.startswith("unix://")
         health = json.loads(observability.fetch(f"{server.url}/healthz", server.token))
         assert health["status"] == "ok"
+        assert CliRunner().invoke(cli, ["why", str(path)]).output.startswith("Nothing waits")
         assert observability.read_metrics(server.url, server.token).value("dist2_build_info") == 1
         with pytest.raises(HTTPError, match="401") as refused:
             observability.fetch(f"{server.url}/healthz", "wrong")

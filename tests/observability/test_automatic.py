@@ -50,7 +50,15 @@ pg.all_reduce(torch.ones(4))
 
 @pytest.mark.parametrize(
     ("text", "where"),
-    [("", None), ("0", None), ("no", None), ("1", "127.0.0.1"), ("True", "127.0.0.1"), ("/run/x", "/run/x")],
+    [
+        ("", None),
+        ("0", None),
+        ("no", None),
+        ("1", "127.0.0.1"),
+        ("True", "127.0.0.1"),
+        ("/run/x", "/run/x"),
+        ("unix:///run/x", "/run/x"),
+    ],
 )
 def test_the_variable_is_a_flag_an_address_or_a_folder(text: str, where: str | None) -> None:
     assert Config.from_environment({"DIST2_CONTROL_PLANE": text}).control_plane == where
