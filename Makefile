@@ -71,7 +71,8 @@ core-test:
 	@mkdir -p build
 	@for sanitizer in address,undefined thread; do \
 	  echo "core: -fsanitize=$$sanitizer"; \
-	  $(CC) -std=gnu11 -O1 -g -Wall -Wextra -fsanitize=$$sanitizer -Idist2/core $(CORE) -o build/core-test -lpthread && \
+	  $(CC) -std=gnu11 -O1 -g -Wall -Wextra -fsanitize=$$sanitizer -Idist2/core -Wl,--wrap=sched_yield $(CORE) \
+	    -o build/core-test -lpthread && \
 	  build/core-test || exit 1; \
 	done
 

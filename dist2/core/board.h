@@ -31,7 +31,6 @@ typedef struct {
     size_t moved;   /* bytes that others may move before they come */
     int64_t since_ns; /* when it began; 0: it did not */
     int64_t yields_ns; /* when it began to yield; 0: it did not */
-    int64_t yielded_ns; /* and when the last yield ended */
     long left;      /* yields before it asks whether to sleep, */
     int turns;      /* and how often it asks */
 } Wait;

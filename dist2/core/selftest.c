@@ -2,7 +2,8 @@
 
    Ranks are threads with boards of their own on shared regions, as processes have them. They run plans that move
    data through slots in loops, with readers behind the writers, and check every byte. Two threads exchange frames
-   through a ring, and an announced message over a socket. */
+   through a ring, and an announced message over a socket. A member that shares its core with others is played by one
+   thread: the linker replaces `sched_yield`. */
 
 #define _GNU_SOURCE
 #include "plan.h"
@@ -318,10 +319,135 @@ test_messages(void)
     return sides[0].failures + sides[1].failures;
 }
 
+/* ---- A member whose core others use whenever it yields ---- */
+
+enum { OTHERS = 4, TRIES = 50 }; /* again if the thread was kept from its core */
+
+typedef struct {
+    Board board;
+    char *regions[OTHERS + 1];
+    int64_t turn_ns, longest_ns; /* of each of the others, per fence; and the longest that one took */
+    int tells;                   /* they publish that they ran */
+    int yields;                  /* before they come to the fence */
+} Crowd;
+
+static _Thread_local Crowd *crowd;
+
+static void
+compute(int64_t for_ns)
+{
+    int64_t end = clock_ns() + for_ns;
+    while (clock_ns() < end) {
+        ;
+    }
+}
+
+static void
+have_turns(void)
+{
+    for (int each = 0; each < OTHERS; each++) {
+        Word *words = crowd->board.peers[each].words;
+        int64_t start = clock_ns();
+        compute(crowd->turn_ns);
+        int64_t now = clock_ns();
+        if (now - start > crowd->longest_ns) {
+            crowd->longest_ns = now - start;
+        }
+        if (crowd->tells) {
+            write_word(&words[CORE], read_word(&crowd->board.own[CORE]));
+            write_word(&words[RAN], (uint64_t)now);
+        }
+    }
+}
+
+static void
+come(void)
+{
+    size_t at = crowd->board.phase % RING * ENTRY;
+    for (int each = 0; each < OTHERS; each++) {
+        publish(&crowd->board.peers[each].words[at], read_word(&crowd->board.own[at]));
+    }
+}
+
+int __real_sched_yield(void);
+
+int
+__wrap_sched_yield(void)
+{
+    if (crowd == NULL) {
+        return __real_sched_yield();
+    }
+    if (crowd->turn_ns) {
+        have_turns();
+    }
+    if (--crowd->yields <= 0) {
+        come();
+    }
+    return 0;
+}
+
+/* Meet the others at two fences; return whether the member is to sleep at the next ones. */
+static int
+would_sleep(int64_t turn_ns, int tells, int yields, int64_t work_ns)
+{
+    Crowd self = {.turn_ns = turn_ns, .tells = tells};
+    for (int rank = 0; rank <= OTHERS; rank++) {
+        self.regions[rank] = aligned_alloc(4096, 4096);
+        memset(self.regions[rank], 0, 4096);
+    }
+    board_open(&self.board, (Word *)self.regions[0], 0, -1);
+    self.board.yields = 1 << 30;
+    self.board.slow_ns = turn_ns ? OTHERS * turn_ns : SLOW_YIELD_NS;
+    for (int rank = 1; rank <= OTHERS; rank++) {
+        board_add(&self.board, (Word *)self.regions[rank], rank, -1);
+    }
+    crowd = &self;
+    for (int fence = 0; fence < 2; fence++) {
+        Wait wait = {.attended = work_ns > 0};
+        self.yields = yields;
+        arrive(&self.board, 1, 0, ALL, 0);
+        Status status;
+        while ((status = await(&self.board, &wait, ALL, self.board.phase)) != DONE) {
+            compute(work_ns);
+            if (status == SLOW) {
+                come();
+            }
+        }
+    }
+    crowd = NULL;
+    int kept = self.longest_ns < turn_ns + turn_ns / 2;
+    int answer = kept || turn_ns == 0 ? self.board.sleepy > 0 : -1;
+    board_close(&self.board);
+    for (int rank = 0; rank <= OTHERS; rank++) {
+        free(self.regions[rank]);
+    }
+    return answer;
+}
+
+static int
+expect_sleep(const char *what, int expected, int64_t turn_ns, int tells, int yields, int64_t work_ns)
+{
+    for (int once = 0; once < TRIES; once++) {
+        if (would_sleep(turn_ns, tells, yields, work_ns) == expected) {
+            return 0;
+        }
+    }
+    fprintf(stderr, "%s: not %d\n", what, expected);
+    return 1;
+}
+
+static int
+test_crowds(void)
+{
+    return expect_sleep("many short turns of members", 0, 400000, 1, 1, 0) +
+           expect_sleep("a time of which no member tells", 1, 400000, 0, 1, 0) +
+           expect_sleep("the caller's own work between quick yields", 0, 0, 0, 3, 2 * SLOW_YIELD_NS);
+}
+
 int
 main(void)
 {
-    int failures = test_messages();
+    int failures = test_messages() + test_crowds();
     for (long ranks = 1; ranks <= MOST_RANKS; ranks++) {
         failures += test_ranks(ranks);
     }

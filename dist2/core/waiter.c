@@ -5,7 +5,7 @@
    Yield: lets another member in, and costs little if no one wants the core. A yield that takes long shows that another
    process needs the core: then this member sleeps at once at its next fences (`sleepy`, `nap`), as two processes that
    poll against each other both lose. While no other process uses the cores it yields for long. If each member has a
-   session of its own, the kernel returns the core to a yielding member until that member has used as much time as the
+   session of its own, and the kernel shares the cores among sessions (autogroups), the kernel returns the core to a yielding member until that member has used as much time as the
    others; a member that slept instead would stay behind in that count, and be woken at fence after fence.
    Doze: a sleep on the doorbell of a few milliseconds, in here.
    Sleep: the caller's, on the doorbell, on processes that may die and on deadlines: SLOW.
@@ -24,7 +24,7 @@
 #include <unistd.h>
 
 #define FEW_LOOKS 8 /* of a brief wait: releasing the interpreter lock costs as much as they do */
-#define YIELD_BUDGET_NS INT64_C(2000000)
+#define YIELD_BUDGET_NS INT64_C(2000000) /* the longest time to yield, whatever the numbers below say */
 #define DOZE_NS INT64_C(4000000) /* after that the caller sleeps */
 #define LONG_NAP 512          /* the most fences at which a member sleeps at once; */
 #define LONG_NAP_IN_CROWDS 64 /* where more than CROWD share a core: a useless sleep delays all of them */
@@ -142,7 +142,7 @@ is_wanted(Board *board, int64_t now)
 static void
 begin_yields(Board *board, Wait *wait)
 {
-    wait->yields_ns = wait->yielded_ns = clock_ns();
+    wait->yields_ns = clock_ns();
     wait->left = wait->attended ? LONG_MAX : yields_for(board, wait->moved);
     wait->turns = board->crowded ? 1 : PATIENT;
     tell_core(board);
@@ -159,7 +159,7 @@ yield_until(Board *board, Wait *wait, int first, int *absent, uint64_t phase)
 {
     double more = (double)wait->moved / SLOW_BYTES; /* at most twice: another user must be noticed */
     int64_t slow_ns = board->slow_ns + (int64_t)((double)board->slow_ns * (more < 1.0 ? more : 1.0));
-    int64_t now = wait->yielded_ns; /* the caller's work between two yields counts: the core is used meanwhile */
+    int64_t now = clock_ns(); /* the caller's work between two yields was no slow yield, but counts as time */
     while (now - wait->yields_ns < YIELD_BUDGET_NS && wait->left-- > 0) {
         if (have_come(board, first, absent, phase)) {
             note_crowd(board, board->nap - (board->nap > SHORT_NAP));
@@ -181,7 +181,6 @@ yield_until(Board *board, Wait *wait, int first, int *absent, uint64_t phase)
             return SLOW;
         }
         if (wait->attended) {
-            wait->yielded_ns = now;
             return AGAIN;
         }
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -88,65 +87,6 @@ def made(own: memoryview, doorbell: Doorbell, slow_ns: int = 0) -> Arrivals:
     return Arrivals(0, own, doorbell, 1, 1 << 30, slow_ns, (0, 0), rows)
 
 
-class Crowd:
-    """A member that shares its core with others, each of which has had a turn whenever this one yields.
-
-    Args:
-        doorbell: Of this process.
-        turn_ns: How long a turn takes; a yield is slow if it takes as long as four.
-    """
-
-    COUNT = 4
-
-    def __init__(self, doorbell: Doorbell, turn_ns: int) -> None:
-        self.own, self.others = words(), [words() for _ in range(self.COUNT)]
-        self.arrivals = made(self.own, doorbell, self.COUNT * turn_ns)
-        for rank, each in enumerate(self.others, 1):
-            self.arrivals.add(rank, each, PeerDoorbell(doorbell.locator))
-        self.longest_ns = 0
-        self._turn_ns = turn_ns
-        self._call = operation(0)
-        self._tells = True
-
-    def yield_twice(self, tells: bool) -> None:
-        """Meet at two fences to which the others come after a turn each; they may publish their turns."""
-        self._tells, self.longest_ns = tells, 0
-        for _ in range(2):
-            self._had_turns = False
-            self.arrivals.cross(self._call, self, ALL, self._run_in_turn)
-
-    def _run_in_turn(self, _: Operation) -> None:
-        """Give each a turn between two yields; they come at the next time, when the yield has been timed."""
-        if self._had_turns:
-            self._come()
-            return
-        self._had_turns = True
-        start = monotonic_ns()
-        for each in self.others:
-            while monotonic_ns() < start + self._turn_ns:
-                pass
-            now = monotonic_ns()
-            self.longest_ns, start = max(self.longest_ns, now - start), now
-            if self._tells:
-                each[CORE] = self.own[CORE]
-                each[RAN] = now
-        while monotonic_ns() < start + self._turn_ns:
-            pass
-        self.longest_ns = max(self.longest_ns, monotonic_ns() - start)
-
-    def _come(self, _: Operation | None = None) -> None:
-        at = entry_at(self.arrivals.phase)
-        for each in self.others:
-            each[at] = self.own[at]
-
-    wait = _come
-
-
-def preemptions() -> int:
-    """Return how often the kernel has taken the core from this thread."""
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
-
-
 @pytest.fixture
 def pair() -> Iterator[Pair]:
     with closing(Doorbell()) as doorbell:
@@ -188,28 +128,6 @@ def test_who_wakes_slowly_yields_for_a_while_however_slow_that_is() -> None:
                 assert pair.arrivals.sleepy == 0
                 return
     raise Late("who was to be woken was late, or to yield took longer than that while, each time")
-
-
-def test_many_short_turns_of_members_on_the_core_put_nobody_to_sleep() -> None:
-    with closing(Doorbell()) as doorbell:
-        for _ in range(TRIES):
-            crowd = Crowd(doorbell, 400_000)
-            before = preemptions()
-            crowd.yield_twice(tells=True)
-            if crowd.longest_ns < 600_000 and preemptions() == before:  # this thread has kept its core
-                assert crowd.arrivals.sleepy == 0
-                return
-    raise Late("this thread was kept from its core each time")
-
-
-def test_a_time_of_which_no_member_tells_was_somebody_elses() -> None:
-    with closing(Doorbell()) as doorbell:
-        for _ in range(TRIES):  # slow yields have to be near each other in time
-            crowd = Crowd(doorbell, 400_000)
-            crowd.yield_twice(tells=False)
-            if crowd.arrivals.sleepy:
-                return
-    raise Late("slow yields were far apart each time")
 
 
 def test_sleeps_get_longer_with_the_time_waited_up_to_a_tenth_of_a_second() -> None:
