@@ -23,7 +23,8 @@ typedef _Atomic uint64_t Word;
 typedef enum {
     DONE,
     AGAIN, /* it waited for a moment only, as told: continue, without the interpreter lock if there is one */
-    SLOW,  /* nothing came for long: the caller sleeps until the members that `Board.whom` names have come */
+    SLOW,  /* nothing came for long: the caller sleeps until the members that `Board.whom` names have come; if that is
+              NOBODY, it looks after the health of all and goes on */
     CALL,  /* the step that `Run.at` names is the caller's */
     OTHER, /* some memory is not mapped: this member runs its other plan */
 } Status;

@@ -1,4 +1,13 @@
-/* A board: the members of a group on one host, and their arrival at fences. Functions: fences.c, waiter.c, far.c. */
+/* A board: the members of a group on one host, and their arrival at fences. Functions: fences.c, waiter.c, far.c.
+
+   Words that the core uses everywhere:
+     region  shared memory of one member, which all read and it alone writes: control words, tables, slots
+     fence   a point to which all members come in the same order; phase: its number
+     print   the fingerprint of an operation: equal on all members that make the same call
+     whom    the members that are awaited at a fence
+     slot    the part of a region by which data goes from member to member; it consists of two halves, which plans with
+             fences of all use in turn, and of pieces, which those use that await only some
+     nap     one sleep of a member on its doorbell */
 
 #ifndef DIST2_CORE_BOARD_H
 #define DIST2_CORE_BOARD_H
@@ -10,7 +19,7 @@
 typedef struct {
     Word *words; /* its region, which begins with its control words */
     long rank;
-    int bell;        /* wakes its process */
+    int bell;        /* wakes its process, all threads of which listen: a hint, as another one may hear it */
     uint64_t agreed; /* it has come to all fences up to this one, with the same fingerprints */
     uint64_t rung;   /* its SLEEPING when its doorbell was rung last */
     uint64_t probe;  /* its PROBE when that was read last */
@@ -82,7 +91,7 @@ void board_close(Board *board);
 int peer_index(const Board *board, long whom);
 
 /* Wait until all have come to an earlier fence. If that is necessary, wait for up to `more` fences behind it, so that
-   one switch of the core serves several operations. */
+   one switch of the core serves several operations; this member is less far ahead then. */
 Status reach(Board *board, Wait *wait, uint64_t phase, uint64_t more);
 
 /* Wait until this member may come to the next fence: its entry takes the place of one that all must have read. */

@@ -14,7 +14,7 @@
 enum {
     FEW_SOURCES = 64,           /* of a FOLD, whose addresses are on the stack; the caller folds more */
     AWAY_BYTES = 4 << 10,       /* shorter copies into slots never go past the caches */
-    OWN_PAST_BYTES = 1 << 20,   /* own copies at a fence from here on do; the next call may still find shorter ones cached */
+    OWN_PAST_BYTES = 1 << 20,   /* own copies at a fence from here on do; shorter ones may still be cached later */
 };
 
 char *
@@ -148,7 +148,8 @@ run_shared(const Run *run, const Step *step)
 }
 
 /* Expose memory, and how it can be accessed, from the next fence on. There is a table for fences of either parity: all
-   members that have come to the last fence have read the other one. An unchanged table need not move between cores. */
+   members that have come to the last fence have read the other one, before they released the word of that fence, which
+   `reach` acquires. An unchanged table need not move between cores. */
 static Status
 run_offer(Run *run, const Step *step)
 {

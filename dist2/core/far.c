@@ -1,7 +1,7 @@
 /* Distances: whether data in another member's caches arrives later than data in memory, as between cores without a
    common cache. On virtual machines no table of the system tells that, and it changes from one second to the next.
    So members that move much data write a word now and then, each in its own cache line, and measure the time to read
-   a word that another member has just written. */
+   a word that another member has just written: the clock is read again only once the word is there. */
 
 #include "board.h"
 

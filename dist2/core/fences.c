@@ -162,7 +162,7 @@ reach(Board *board, Wait *wait, uint64_t phase, uint64_t more)
 {
     int absent = board->count;
     if (have_come(board, 0, &absent, phase)) {
-        return await(board, wait, NOBODY, phase); /* a wait that was begun is over */
+        return await(board, wait, NOBODY, phase); /* ends the accounts of a wait that was begun */
     }
     uint64_t last = phase + more;
     return await(board, wait, ALL, last < board->phase ? last : board->phase);
@@ -276,7 +276,7 @@ claim(Board *board, Wait *wait, int kind)
     if (board->claimed != NULL) {
         *board->claimed = board->phase;
     }
-    if (*last) {
+    if (*last) { /* all have read the piece once they are at the next fence, which is none ahead: see MOST_PIECES */
         Status status = reach(board, wait, *last + 1, (uint64_t)pieces->count / 2);
         if (status != DONE) {
             return status;

@@ -22,8 +22,8 @@ typedef struct {
 typedef enum {
     COPY,    /* src to dst */
     FOLD,    /* srcs to dst, by FOLDS[number] */
-    FENCE,   /* come to a fence and publish `number` (if not all are awaited, the call), copy src to dst while others come (memory that only this rank
-                uses), await `whom` */
+    FENCE,   /* come to a fence and publish `number`, or the call if not all are awaited; copy src to dst while others
+                come (memory that only this rank uses); await `whom` */
     CLAIM,   /* the half that is next, or the next piece: `number` is its kind */
     LOOP,    /* run the steps up to END `number` times; places in tensors move on by `nbytes` each time */
     END,

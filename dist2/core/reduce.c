@@ -1,11 +1,10 @@
 /* Folds: from left to right, each element in a register or in a block that stays in the cache. The order is part of
-   the contract: all ranks get the same bits. To add a dtype that is
-   summed in itself: a DEFINE_FOLD, and a row in FOLDS. */
+   the contract: all ranks get the same bits, and torch, which folds what these functions cannot, uses the same order.
+   To add a dtype that is summed in itself: a DEFINE_FOLD, a row in FOLDS, and one in the tables of reduction.py. */
 
 #include "reduce.h"
 
 #include <stdint.h>
-
 #include <string.h>
 
 /* The choice of a clone runs before the runtime of the thread sanitizer does. */

@@ -5,8 +5,8 @@
    Yield: lets another member in, and costs little if no one wants the core. A yield that takes long shows that another
    process needs the core: then this member sleeps at once at its next fences (`sleepy`, `nap`), as two processes that
    poll against each other both lose. While no other process uses the cores it yields for long. If each member has a
-   session of its own, and the kernel shares the cores among sessions (autogroups), the kernel returns the core to a yielding member until that member has used as much time as the
-   others; a member that slept instead would stay behind in that count, and be woken at fence after fence.
+   session of its own, and the kernel shares the cores among sessions (autogroups), it returns the core to a yielding
+   member until that one has used as much time as the others; a member that slept instead would stay behind in that count, and be woken at fence after fence.
    Doze: a sleep on the doorbell of a few milliseconds, in here.
    Sleep: the caller's, on the doorbell, on processes that may die and on deadlines: SLOW.
 
@@ -148,7 +148,7 @@ begin_yields(Board *board, Wait *wait)
     tell_core(board);
     if (board->sleepy) {
         board->sleepy--;
-        board->wanted_ns = wait->yields_ns;
+        board->wanted_ns = wait->yields_ns; /* one slow yield behind these fences is enough to sleep again */
         wait->left = 0;
     }
 }

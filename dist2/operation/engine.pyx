@@ -97,7 +97,7 @@ cdef class Arrivals:
         self.board.spins, self.board.yields, self.board.slow_ns = spins, yields, slow_ns
         self.board.halves[0], self.board.halves[1] = halves
         for kind, (base, stride, count) in enumerate(rows):
-            if not 2 <= count <= MOST_PIECES:  # a wait for the second is never one for a waiter of the first
+            if not 2 <= count <= MOST_PIECES:  # with one, it would be claimed again before the next fence
                 raise ValueError(f"pieces: need 2 to {MOST_PIECES}, got {count}")
             self.board.pieces[kind].base, self.board.pieces[kind].stride = base, stride
             self.board.pieces[kind].count = count

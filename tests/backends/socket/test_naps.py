@@ -20,7 +20,7 @@ from dist2.operation.record import Operation
 
 pytestmark = pytest.mark.alone  # slow yields are made by this thread, and not by others on its core
 
-CORE, RAN, RANG = (WORDS_OF_CONTROL[name] for name in ("CORE", "RAN", "RANG"))
+RANG = WORDS_OF_CONTROL["RANG"]
 SLOW_WAKES = 3
 LATE_NS = 400_000
 HOLD_NS = 20_000_000
