@@ -93,11 +93,17 @@ class GroupSpec:
         return attrs.evolve(self, info=info, timeout_s=timeout_s, prefix=below)
 
     @contextmanager
-    def building(self) -> Iterator[GroupSpec]:
-        """Yield the spec to build a backend from; if the block raises, the other ranks are notified."""
+    def building(self, control: Backend | None = None) -> Iterator[GroupSpec]:
+        """Yield the spec to build a backend from; if the block raises, the other ranks are notified.
+
+        Args:
+            control: A backend of the same members, which knows also of a member that dies before it begins to
+                build.
+        """
         info = self.info
         place = info.rank, info.world_size, info.name
-        with FailureWatch("building", self.store, *place, names=info.names) as store:
+        names, lost = (info.names, dict) if control is None else (control.names, control.lost)
+        with FailureWatch("building", self.store, *place, names=names, lost=lost) as store:
             yield self.at(store, info, self.timeout_s)
 
     def at(self, store: Store, info: GroupInfo, timeout_s: float) -> GroupSpec:

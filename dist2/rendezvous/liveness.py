@@ -201,6 +201,7 @@ class FailureWatch(PrefixStore):
         asked: The caller's arguments: see `JoinRequest`.
         roll: The processes of the ranks, if they have met before.
         names: Names the ranks in texts.
+        lost: Returns the ranks that are known otherwise to have died, and how each ended.
 
     Attributes:
         rank: The caller's.
@@ -219,8 +220,10 @@ class FailureWatch(PrefixStore):
         asked: Mapping[str, str] | None = None,
         roll: LivenessMonitor | None = None,
         names: RankNames = RANKS,
+        lost: Callable[[], Mapping[int, str]] = dict,
     ) -> None:
         super().__init__(prefix, store)
+        self._lost = lost
         self.rank = rank
         self.world_size = world_size
         self._names = names
@@ -293,6 +296,14 @@ class FailureWatch(PrefixStore):
         if self._is_own:
             self.set_timeout(min(self.timeout, _LAST_WORDS) or _LAST_WORDS)
 
+    def _dead(self) -> Verdict | None:
+        """Return the verdict on ranks that have died; None if none is known to have."""
+        dead = self._roll.dead()
+        if dead is not None:
+            return Verdict(Outcome.LOST, dead[1], (dead[0],))
+        lost = self._lost()
+        return Verdict(Outcome.LOST, self._names.ended(lost), tuple(lost)) if lost else None
+
     def _look(self, keys: tuple[bytes, ...], deadline: Deadline) -> None:
         """Raise if a rank has failed or died, and has not set these keys before that.
 
@@ -302,8 +313,7 @@ class FailureWatch(PrefixStore):
         """
         self.building.check()
         self._bound(deadline)
-        dead = self._roll.dead()
-        found = None if dead is None else Verdict(Outcome.LOST, dead[1], (dead[0],))
+        found = self._dead()
         if self._parts.check([GO]):  # a dead rank may have published its reason
             told = Verdict.read(self._parts.get(GO))
             found = found if told.outcome is Outcome.PROCEED else told

@@ -158,8 +158,9 @@ def test_a_death_while_gloo_connects_is_told(store: Opens) -> None:
     check(ends(build, ("gloo", store), ("set", "0/1")), "group 'model'")
 
 
-def test_a_death_while_a_group_of_gloo_is_split_is_told(store: Opens) -> None:
-    check(ends(build_parts, ("gloo", store), ("set", "#0/building/0/1")), "group 'part'")
+@pytest.mark.parametrize("word", ["rank/1", "0/1"], ids=["before it registers", "while it connects"])
+def test_a_death_while_a_group_of_gloo_is_split_is_told(store: Opens, word: str) -> None:
+    check(ends(build_parts, ("gloo", store), ("set", f"#0/building/{word}")), "group 'part'")
 
 
 def meet(place: str, rank: int) -> object:

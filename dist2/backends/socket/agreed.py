@@ -247,7 +247,7 @@ class AgreedBackend(Controlled):
 
     def _again(self, spec: GroupSpec, control: SocketBackend, has_store: bool) -> AgreedBackend:
         met = spec if has_store else spec.at(_served(spec, control), spec.info, spec.timeout_s)
-        with met.building() as watched:
+        with met.building(control) as watched:
             return AgreedBackend(spec, control, self._make(library_spec(watched)), self._make)
 
     # Life
