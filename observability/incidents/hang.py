@@ -130,6 +130,8 @@ class HangRecorder:
         where = self._take_part(name, why, is_told) if name else None
         if then == "observe":
             return
+        if self._recording is not None:
+            self._recording.is_over = then == "exit"  # other ranks may end first
         words = reason(then, why, where)
         self._explain_failures(words)
         if acts:

@@ -37,6 +37,7 @@ class Recording:
         is_mine: Whether this process has made that folder: then it tells the path.
         failed: Ids of the groups whose failure was written: later ones are consequences.
         known: The control planes of the job that this process knows, by rank.
+        is_over: Whether the ranks are being ended after a wait: what fails from then on is a consequence.
     """
 
     root: Path
@@ -46,6 +47,7 @@ class Recording:
     is_mine: bool = False
     failed: set[tuple[str, int]] = attrs.field(factory=set)
     known: Mapping[int, Entry] = attrs.field(factory=dict)
+    is_over: bool = False
 
     def opened(self, info: GroupInfo) -> None:
         """Take note of a group."""
@@ -75,6 +77,8 @@ class Recording:
 
     def write(self, kind: str, info: GroupInfo, why: str, error: BaseException | None = None) -> Path | None:
         """Write the part of a rank; return the folder, or None if that is impossible."""
+        if self.is_over:
+            return self.latest
         try:
             from observability.incidents.evidence import write_part
 

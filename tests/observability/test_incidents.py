@@ -472,6 +472,9 @@ def test_a_job_that_ended_is_explained_by_its_incident(
     told = why(folder)
     assert told.exit_code == 1
     assert f"train.py:{line} in <module>" in told.output
+    assert program is RAISING or " failed: " not in told.output, (
+        "a rank that lost one which ends for the policy"
+    )
     assert json.loads(why(folder, "--json").output)["culprits"] == [1]
     page = tmp_path / "report.html"
     assert CliRunner().invoke(cli, ["report", str(folder), "-o", str(page)]).exit_code == 0
