@@ -26,6 +26,7 @@ typedef struct {
 } Peer;
 
 /* Parts of the slots that are used in turn, without a wait of all for all in between. */
+enum { TINY_BYTES = 1 << 10, LONGER_BYTES = 128 << 10 }; /* of a piece of either kind */
 enum { TINY, LONGER, PIECE_KINDS, HALVES = PIECE_KINDS, MOST_PIECES = 32 };
 typedef struct {
     uint64_t base, stride; /* in bytes, from the beginning of a member's region */

@@ -64,7 +64,7 @@ typedef struct {
     int noted;         /* whether all have come to the last fence */
 } Check;
 
-static const size_t PIECE_BYTES[] = {[TINY] = 1 << 10, [LONGER] = 128 << 10};
+static const size_t PIECE_BYTES[] = {[TINY] = TINY_BYTES, [LONGER] = LONGER_BYTES};
 
 static size_t
 slot_bytes(const Plan *plan, int kind)

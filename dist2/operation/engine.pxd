@@ -98,20 +98,28 @@ cdef extern from "plan.h" nogil:
 
 cdef extern from *:
     """
-    #include "layout.h"
-    static const struct { const char *name; long value; } control_words[] = {
+    #include "plan.h"
+    typedef struct { const char *name; long value; } Row;
+    static const Row control_words[] = {
     #define AS_ROW(name, value) {#name, value},
         CONTROL_WORDS(AS_ROW) AS_ROW(PHASE_BITS, PHASE_BITS) AS_ROW(PRINT_BITS, PRINT_BITS)
         AS_ROW(WHOM_BITS, WHOM_BITS) AS_ROW(TABLE_AT, TABLE_AT) AS_ROW(TABLE_BYTES, TABLE_BYTES)
         AS_ROW(HEADER_WORDS, HEADER_WORDS) AS_ROW(IS_MAPPED, IS_MAPPED)
     };
     enum { CONTROL_WORD_COUNT = sizeof control_words / sizeof control_words[0] };
+    #define AS_CONSTANT(name) {#name, name}
+    static const Row constants[] = {
+        AS_CONSTANT(ALL), AS_CONSTANT(NOBODY), AS_CONSTANT(TENSOR), AS_CONSTANT(SLOT), AS_CONSTANT(MAPPED),
+        AS_CONSTANT(THROUGH), AS_CONSTANT(PAST), AS_CONSTANT(FILL), AS_CONSTANT(TINY), AS_CONSTANT(LONGER),
+        AS_CONSTANT(HALVES), AS_CONSTANT(TINY_BYTES), AS_CONSTANT(LONGER_BYTES)
+    };
+    enum { CONSTANT_COUNT = sizeof constants / sizeof constants[0] };
     """
     ctypedef struct Row:
         const char *name
         long value
-    const Row control_words[]
-    int CONTROL_WORD_COUNT
+    const Row control_words[], constants[]
+    int CONTROL_WORD_COUNT, CONSTANT_COUNT
 
 cdef extern from "reduce.h" nogil:
     ctypedef struct Fold:

@@ -21,12 +21,14 @@ cdef extern from "stdatomic.h" nogil:
     void atomic_thread_fence(int)
     int memory_order_seq_cst
 
-def _layout():
-    return {control_words[at].name.decode(): control_words[at].value for at in range(CONTROL_WORD_COUNT)}
+cdef dict table_of(const Row *rows, int count):
+    return {rows[at].name.decode(): rows[at].value for at in range(count)}
 
 
-WORDS_OF_CONTROL = _layout()
+WORDS_OF_CONTROL = table_of(control_words, CONTROL_WORD_COUNT)
 """The layout of control words and tables of exposed memory: see layout.h."""
+CONSTANTS = table_of(constants, CONSTANT_COUNT)
+"""Constants that plans are made of: see board.h and plan.h."""
 FOLD_NAMES = {FOLDS[at].name.decode(): at for at in range(FOLD_COUNT)}
 """The numbers of the core's folds."""
 

@@ -45,9 +45,11 @@ from dist2.backends.socket.traffic import MessagePlan, Receive, Send
 from dist2.backends.socket.transport.boards.control_words import ALL, NOBODY
 from dist2.backends.socket.transport.boards.pieces import HALVES, kind_for
 from dist2.backends.socket.transport.boards.regions import SLOT_BYTES
-from dist2.operation.engine import Plan
+from dist2.operation.engine import CONSTANTS, Plan
 
-THROUGH, PAST, FILL = range(3)
+THROUGH: int = CONSTANTS["THROUGH"]
+PAST: int = CONSTANTS["PAST"]
+FILL: int = CONSTANTS["FILL"]
 """Ways of a copy: through the caches; past them; into a slot, past them if the readers' caches are far."""
 
 LEAST_PAST = 3 << 20

@@ -16,9 +16,11 @@ from typing import Any
 import attrs
 
 from dist2.backends.socket.traffic import Await, Message, Receive, Send
-from dist2.operation.engine import Plan
+from dist2.operation.engine import CONSTANTS, Plan
 
-TENSOR, SLOT, MAPPED = range(3)
+TENSOR: int = CONSTANTS["TENSOR"]
+SLOT: int = CONSTANTS["SLOT"]
+MAPPED: int = CONSTANTS["MAPPED"]
 """Bases of places: a tensor of the call, by number; a slot, by rank; memory that was taken, by number."""
 _LOOK_BACK = 32
 """Steps that a receive is moved over at most."""

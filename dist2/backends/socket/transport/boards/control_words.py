@@ -6,6 +6,7 @@ Only its owner writes a page; all members of the board read it. The one table of
 
 from __future__ import annotations
 
+from dist2.operation.engine import CONSTANTS
 from dist2.operation.engine import WORDS_OF_CONTROL as _TABLE
 
 RING: int = _TABLE["RING"]
@@ -23,7 +24,8 @@ TABLE_BYTES: int = _TABLE["TABLE_BYTES"]
 HEADER_WORDS: int = _TABLE["HEADER_WORDS"]
 IS_MAPPED: int = _TABLE["IS_MAPPED"]
 
-ALL, NOBODY = -1, -2
+ALL: int = CONSTANTS["ALL"]
+NOBODY: int = CONSTANTS["NOBODY"]
 """The awaited members of a fence, if not one rank."""
 
 PHASE_BITS: int = _TABLE["PHASE_BITS"]

@@ -10,10 +10,15 @@ from __future__ import annotations
 
 import attrs
 
-TINY_BYTES, PIECE_BYTES = 1 << 10, 128 << 10
+from dist2.operation.engine import CONSTANTS
+
+TINY_BYTES: int = CONSTANTS["TINY_BYTES"]
+PIECE_BYTES: int = CONSTANTS["LONGER_BYTES"]
 """The size of a piece of either kind."""
 
-TINY, LONGER, HALVES = range(3)
+TINY: int = CONSTANTS["TINY"]
+LONGER: int = CONSTANTS["LONGER"]
+HALVES: int = CONSTANTS["HALVES"]
 """The kinds; a plan may also claim the half of the slots that is next."""
 
 _STAGGER = 64, 4096  # so that pieces do not all lie in the same sets of a cache
