@@ -517,6 +517,39 @@ def test_a_read_of_the_environment_is_seen(source: str) -> None:
     assert environment_reads(Module("dist2.group.process_group", source))
 
 
+MAKERS = {"arange", "as_tensor", "empty", "empty_strided", "full", "ones", "scalar_tensor", "tensor", "zeros"}
+"""Functions of torch that make a tensor on the default device, unless the call names another one."""
+
+AS_USERS_DO = ("dist2.testing", "dist2.cli.bench")
+"""Packages that make tensors in the way of users."""
+
+
+def on_default_device(module: Module) -> list[str]:
+    """Return where a module makes a tensor on the device of ``torch.device`` or ``set_default_device``."""
+    return [
+        f"{module.name}:{node.lineno} {ast.unparse(node)}"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func.value) == "torch"
+        and node.func.attr in MAKERS
+        and "device" not in {each.arg for each in node.keywords}
+    ]
+
+
+def test_tensors_are_made_on_a_named_device() -> None:
+    assert not [
+        made
+        for name, module in SOURCE.items()
+        if not name.startswith(AS_USERS_DO)
+        for made in on_default_device(module)
+    ]
+
+
+def test_a_tensor_on_the_default_device_is_seen() -> None:
+    assert on_default_device(Module("dist2.group.objects", "import torch\ntorch.empty(1)"))
+
+
 PROCESS_HOOKS = {"atexit", "register_at_fork", "_register_atexit"}
 
 

@@ -301,7 +301,7 @@ class Backend(ABC):
 
     def barrier(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | None:
         """Return when all ranks have called."""
-        token = torch.zeros(1, dtype=torch.uint8)
+        token = torch.zeros(1, dtype=torch.uint8, device="cpu")
         self.all_reduce(operation, [token], [token])
         return None
 

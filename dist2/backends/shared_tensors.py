@@ -54,7 +54,7 @@ def shared_empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None) 
         raise InvalidUsageError(f"dtype must be a torch.dtype, got {dtype!r} ({type(dtype).__name__})")
     numel = math.prod(extents)
     if numel == 0 or not hasattr(os, "memfd_create"):
-        return torch.empty(extents, dtype=dtype)
+        return torch.empty(extents, dtype=dtype, device="cpu")
     memory = _process.memory().allocate(numel * dtype.itemsize)
     return torch.frombuffer(memory, dtype=dtype, count=numel).view(extents)
 

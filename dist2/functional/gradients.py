@@ -121,11 +121,11 @@ def _differentiable(
         if not torch.compiler.is_compiling():
             result: Grad = function.apply(*arguments, None)
         elif torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
-            result = operator.called(*arguments, torch.empty(0))
+            result = operator.called(*arguments, torch.empty(0, device="cpu"))
         else:  # torch traces the backward pass
-            result = operator.in_backward(*arguments, torch.empty(0))
+            result = operator.in_backward(*arguments, torch.empty(0, device="cpu"))
             if result.numel() == 0:  # nothing is computed from it, so the graph would drop the call
-                result = operator.called(*arguments, torch.empty(0))
+                result = operator.called(*arguments, torch.empty(0, device="cpu"))
         return result
 
     for each in (operator.called, operator.in_backward):

@@ -116,7 +116,7 @@ class ObjectCollectives(Collectives, PointToPoint):
         """
         at_root = check_rank(root, "root", self.info.world_size) == self.info.rank
         mine, refused = _encoded(obj, allow_pickle) if at_root else (_buffer(0), None)
-        size = torch.tensor([mine.numel()])
+        size = torch.tensor([mine.numel()], device="cpu")
         with self._in_one():
             self.broadcast(size, root, timeout=timeout)
             content = mine if at_root else _buffer(int(size))
@@ -153,7 +153,9 @@ class ObjectCollectives(Collectives, PointToPoint):
         at_root = check_rank(root, "root", self.info.world_size) == self.info.rank
         given = self._one_a_rank(objects) if at_root else []
         encoded = [_encoded(obj, allow_pickle) for obj in given]
-        sizes = torch.tensor([part.numel() for part, _ in encoded] or [0] * self.info.world_size)
+        sizes = torch.tensor(
+            [part.numel() for part, _ in encoded] or [0] * self.info.world_size, device="cpu"
+        )
         with self._in_one():
             self.broadcast(sizes, root, timeout=timeout)
             longest, size = int(sizes.max()), int(sizes[self.info.rank])
@@ -188,7 +190,7 @@ class ObjectCollectives(Collectives, PointToPoint):
         """
         content = _tensor_of(encode(obj, allow_pickle=allow_pickle))
         with self._in_one():
-            self.send(torch.tensor([content.numel()]), dst, tag, timeout=timeout)
+            self.send(torch.tensor([content.numel()], device="cpu"), dst, tag, timeout=timeout)
             self.send(content, dst, tag, timeout=timeout)
 
     def recv_object(
@@ -216,7 +218,7 @@ class ObjectCollectives(Collectives, PointToPoint):
             ... else:
             ...     obj, source = pg.recv_object()  # ({'step': 7}, 0)
         """
-        size = torch.empty(1, dtype=torch.int64)
+        size = torch.empty(1, dtype=torch.int64, device="cpu")
         with self._in_one():
             source = self.recv(size, src, tag, timeout=timeout).source_rank()
             content = _buffer(_checked(int(size), source, self.info))
@@ -245,8 +247,8 @@ class ObjectCollectives(Collectives, PointToPoint):
 
     def _all_sizes(self, mine: Tensor, timeout: Timeout) -> list[int]:
         """Return the size that every rank brings."""
-        sizes = torch.empty(self.info.world_size, dtype=torch.int64)
-        self.all_gather_single(sizes, torch.tensor([mine.numel()]), timeout=timeout)
+        sizes = torch.empty(self.info.world_size, dtype=torch.int64, device="cpu")
+        self.all_gather_single(sizes, torch.tensor([mine.numel()], device="cpu"), timeout=timeout)
         return [_checked(size, rank, self.info) for rank, size in enumerate(sizes.tolist())]
 
     def _one_a_rank(self, objects: Sequence[object] | None) -> Sequence[object]:
@@ -276,7 +278,7 @@ def _tensor_of(data: bytes) -> Tensor:
 
 
 def _buffer(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8)
+    return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
 def _checked(size: int, source: int, group: GroupInfo) -> int:
@@ -286,6 +288,6 @@ def _checked(size: int, source: int, group: GroupInfo) -> int:
 
 
 def _padded(part: Tensor, size: int) -> Tensor:
-    whole = torch.zeros(size, dtype=torch.uint8)
+    whole = torch.zeros(size, dtype=torch.uint8, device="cpu")
     whole[: part.numel()] = part
     return whole

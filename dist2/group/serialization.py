@@ -239,7 +239,11 @@ def _load_tensor(items: list[Any]) -> torch.Tensor:
         raise ValueError(f"a tensor of shape {str(shape)[:_SHOWN]}")
     if math.prod(shape) * dtype.itemsize != len(content):
         raise ValueError(f"{len(content)} bytes for a tensor of shape {shape}, {dtype}")
-    flat = torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)
+    flat = (
+        torch.frombuffer(bytearray(content), dtype=dtype)
+        if content
+        else torch.empty(0, dtype=dtype, device="cpu")
+    )
     return flat.reshape(shape)
 
 

@@ -133,8 +133,8 @@ class Verifier:
 
     def _check(self, layout: _Layout, work: Work) -> Plan:
         """Return the plan of the operation that verifies another one."""
-        mine = torch.empty(layout.blocks, dtype=torch.int64)
-        table = torch.empty(self._spec.info.world_size * layout.blocks, dtype=torch.int64)
+        mine = torch.empty(layout.blocks, dtype=torch.int64, device="cpu")
+        table = torch.empty(self._spec.info.world_size * layout.blocks, dtype=torch.int64, device="cpu")
         gather = self._runner.plans.find(_GATHER, None, (mine,), (table,))
         if gather is None:
             gather = self._planning._plan(_GATHER, None, (mine,), (table,))

@@ -100,8 +100,8 @@ class Subgroups(GroupParts):
         wanted = 0 if color is None else _whole(color, "color")
         order = _whole(key, "key")
         _check_settings(timeout, name, desc)
-        mine = torch.tensor([color is not None, wanted, order], dtype=torch.int64)
-        everyone = torch.empty(self.info.world_size, 3, dtype=torch.int64)
+        mine = torch.tensor([color is not None, wanted, order], dtype=torch.int64, device="cpu")
+        everyone = torch.empty(self.info.world_size, 3, dtype=torch.int64, device="cpu")
         self.all_gather_single(everyone, mine, timeout)
         rows: list[list[int]] = everyone.tolist()
         if color is None:

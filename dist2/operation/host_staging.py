@@ -59,7 +59,7 @@ def through_host(execute: Execute, types: Sequence[str]) -> Execute:
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return memory of the host for the values of a tensor."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

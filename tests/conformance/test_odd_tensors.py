@@ -214,6 +214,36 @@ def test_long_strided_tensors_are_reduced_in_place(
     run_ranks(2, body, tenant)
 
 
+@ON_ALL
+@pytest.mark.parametrize("numel", [2, 400_000])
+def test_the_default_device_makes_no_difference(tenant: Tenant, numel: int) -> None:
+    """Memory that a call needs is the host's inside of ``torch.device(...)`` too."""
+
+    def columns(count: int) -> torch.Tensor:
+        return torch.ones(count, 2, device="cpu")[:, 0]
+
+    def body(pg: ProcessGroup) -> None:
+        rank = pg.rank()
+        with torch.device("meta"):
+            for call in (*COLLECTIVES.values(), *MESSAGES.values()):
+                call(pg, columns(numel), columns)
+            tensor = columns(numel)
+            pg.all_reduce(tensor)
+            assert pg.all_gather_object(rank) == [0, 1]
+            assert pg.gather_object(rank) in (None, [0, 1])
+            assert pg.broadcast_object("root") == "root"
+            assert pg.scatter_object([0, 1] if rank == 0 else None) == rank
+            if rank == 0:
+                pg.send_object({"none": columns(0)}, 1)
+            else:
+                assert pg.recv_object()[0]["none"].is_cpu
+            pg.split_by(0).barrier()
+            shared_empty(numel).fill_(1)
+        assert tensor.min() == tensor.max() == 2
+
+    run_ranks(2, body, tenant)
+
+
 def test_a_group_of_one_takes_tensors_of_other_strides_and_shapes() -> None:
     def body(pg: ProcessGroup) -> None:
         source, result = torch.arange(8.0).view(2, 4).t(), torch.zeros(8)

@@ -207,7 +207,7 @@ class CudaDevice(Device):
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         source = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        copy = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
         copy.copy_(source, non_blocking=True)
         self.current().synchronize()
         return copy

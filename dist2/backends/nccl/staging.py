@@ -46,7 +46,7 @@ def staged(device: Device, over_links: Execute, signature: Signature) -> Execute
         return over_links(operation, [device.to_host(inputs[0])], ())  # type: ignore[return-value]  # links return no Future
 
     def recv(operation: Operation, inputs: Tensors, outputs: Tensors) -> Helped | None:
-        landing = torch.empty(outputs[0].shape, dtype=outputs[0].dtype)
+        landing = torch.empty(outputs[0].shape, dtype=outputs[0].dtype, device="cpu")
         pending = over_links(operation, (), [landing])
 
         def land() -> None:

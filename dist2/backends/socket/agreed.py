@@ -176,8 +176,8 @@ class AgreedBackend(Controlled):
                 barrier(operation, (), ())
 
             return meet_plainly
-        mine = torch.tensor(own, dtype=torch.int64)
-        everyone = torch.empty(self.world_size, len(own), dtype=torch.int64)
+        mine = torch.tensor(own, dtype=torch.int64, device="cpu")
+        everyone = torch.empty(self.world_size, len(own), dtype=torch.int64, device="cpu")
         metas = (TensorMeta.of(mine),), (TensorMeta.of(everyone),)
         gather = self.control.meeting(signature, Signature(OpKind.ALL_GATHER_SINGLE, group, *metas))
 

@@ -50,7 +50,11 @@ def coalesced(signature: Signature, world_size: int, make: Callable[[Signature],
     def run(operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         for bucket in buckets:
             flat = pack([inputs[index].detach() for index in bucket.indices], world_size)
-            result = flat if kind is OpKind.ALL_REDUCE else torch.empty(bucket.written, dtype=bucket.dtype)
+            result = (
+                flat
+                if kind is OpKind.ALL_REDUCE
+                else torch.empty(bucket.written, dtype=bucket.dtype, device="cpu")
+            )
             bucket.program(operation, [flat], [result])
             unpack(result, [outputs[index].detach() for index in bucket.indices], world_size)
 

@@ -21,14 +21,14 @@ check_built(__name__, __file__)
 @torch.inference_mode(False)
 def room_of(nbytes: int) -> torch.Tensor:
     """Return new memory."""
-    return torch.empty(nbytes, dtype=torch.uint8)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 @torch.inference_mode(False)
 def tensor_at(address: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
     """Return a flat tensor over memory that is mapped at an address. Keep the mapping alive."""
     if numel == 0:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     memory = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype)
 

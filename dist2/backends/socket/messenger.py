@@ -134,7 +134,7 @@ class Messenger:
         self.last = operation
         signature = operation.signature
         target = outputs[0].detach()
-        tensor = target if is_plain(target) else torch.empty(target.shape, dtype=target.dtype)
+        tensor = target if is_plain(target) else torch.empty(target.shape, dtype=target.dtype, device="cpu")
         peer = ANY_SOURCE if signature.peer is None else signature.peer
         transfer = self._endpoint.recv_tagged(peer, signature.tag, signature.fingerprint, bytes_of(tensor))
         return self._posted(operation, transfer, tensor, None if tensor is target else target)

@@ -64,7 +64,7 @@ def _copied(tensors: Tensors, copies: dict[int, torch.Tensor], make: Make) -> Te
 
 
 def _room_for(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
