@@ -423,6 +423,7 @@ def parts_of(tensor: torch.Tensor, count: int) -> Iterator[list[torch.Tensor]]:
 
 def split_rows(tensor: torch.Tensor, splits: Sequence[int] | None, world_size: int) -> list[torch.Tensor]:
     """Split dimension 0 into the part of each rank: by the given sizes, or equally."""
+    rows = tensor if tensor.dim() else tensor.view(1)
     if splits:
-        return list(torch.split(tensor, list(splits)))
-    return list(torch.tensor_split(tensor, world_size))
+        return list(torch.split(rows, list(splits)))
+    return list(torch.tensor_split(rows, world_size))

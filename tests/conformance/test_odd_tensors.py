@@ -244,6 +244,23 @@ def test_the_default_device_makes_no_difference(tenant: Tenant, numel: int) -> N
     run_ranks(2, body, tenant)
 
 
+@ON_ALL
+def test_a_tensor_without_dimensions_is_a_row(tenant: Tenant) -> None:
+    def alone(pg: ProcessGroup) -> None:
+        for splits in (None, [1]):
+            result = torch.tensor(0.0)
+            pg.all_to_all_single(result, torch.tensor(3.0), splits, splits)
+            assert result == 3
+
+    def swap(pg: ProcessGroup) -> None:
+        result, splits = torch.tensor(-1.0), [[0, 1], [1, 0]][pg.rank()]
+        pg.all_to_all_single(result, torch.tensor(float(pg.rank())), splits, splits)
+        assert result == 1 - pg.rank()
+
+    run_ranks(1, alone, tenant)
+    run_ranks(2, swap, tenant)
+
+
 def test_a_group_of_one_takes_tensors_of_other_strides_and_shapes() -> None:
     def body(pg: ProcessGroup) -> None:
         source, result = torch.arange(8.0).view(2, 4).t(), torch.zeros(8)

@@ -8,6 +8,7 @@ creates such groups by the dozen (a mesh has one for each dimension, with equal 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from functools import lru_cache, partial
 
@@ -293,5 +294,5 @@ def _parts(
     meta = metas[0]
     if splits is None:
         return Parts((meta.numel // world_size,) * world_size, single=True)
-    row = meta.numel // meta.shape[0] if meta.numel else 0
+    row = math.prod(meta.shape[1:])  # of a tensor without dimensions, its one element
     return Parts(tuple(rows * row for rows in splits), single=True)
