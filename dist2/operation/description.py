@@ -162,9 +162,9 @@ _ATTRIBUTES: tuple[tuple[str, Value, Text], ...] = (
 """Attributes to compare: name, value to compare, value to show. The first difference is named."""
 
 
-def calls_differ(one: Call, other: Call) -> bool:
-    """Whether two calls are of different operations of the group, or differ in an attribute."""
-    return one.seq != other.seq or any(value(one) != value(other) for _, value, _ in _ATTRIBUTES)
+def attributes_differ(one: Call, other: Call) -> bool:
+    """Whether two calls differ in an attribute that ranks compare."""
+    return any(value(one) != value(other) for _, value, _ in _ATTRIBUTES)
 
 
 def is_behind(call: Call, other: Call) -> bool:

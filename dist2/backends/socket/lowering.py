@@ -73,14 +73,14 @@ class Blocks:
         factory: Returns this rank's schedule for a block whose parts have these counts.
         numel: Elements of a part in a block.
         streams: Not all ranks wait for all: blocks go through pieces of the slots, and not through halves.
-        sizes: Note of the sizes of an exchange (module `sizes`): other ranks may have others, and more blocks
+        note: Of the sizes of an exchange (module `sizes`): other ranks may have others, and more blocks
             than this one, which is found out at the first one. None for other operations.
     """
 
     factory: Callable[[tuple[int, ...], tuple[int, ...]], Schedule]
     numel: int
     streams: bool = False
-    sizes: int | None = None
+    note: int | None = None
 
 
 def slots_plan(rank: int, layout: Layout, folds: Folds, blocks: Blocks, in_place: bool = False) -> Plan:
@@ -93,11 +93,10 @@ def slots_plan(rank: int, layout: Layout, folds: Folds, blocks: Blocks, in_place
         blocks: The schedules, block by block.
         in_place: The inputs are the outputs.
     """
-    assert not (blocks.streams and blocks.sizes is not None)  # notes are for fences of all
     count = max(1, -(-max((*layout.inputs.numels, *layout.outputs.numels), default=0) // blocks.numel))
     plan = _plan_of(rank, layout)
     lowering = _Lowering(plan, layout, folds, in_place)
-    number = None if blocks.sizes is None else count | blocks.sizes
+    number = None if blocks.note is None else count | blocks.note
     plan.gathers = not blocks.streams
     stride = blocks.numel * layout.dtype.itemsize
     for index, counts, turns in _alike(layout, blocks, count):
@@ -118,7 +117,7 @@ def mapped_plan(
     folds: Folds,
     schedule: Schedule,
     in_place: bool = False,
-    sizes: int | None = None,
+    note: int | None = None,
 ) -> Plan:
     """Return a plan that reads other ranks' tensors where they are mapped.
 
@@ -128,7 +127,7 @@ def mapped_plan(
         folds: For reductions.
         schedule: Of a family whose ranks expose memory between the first fence and the last.
         in_place: The inputs are the outputs.
-        sizes: For an exchange, whose ranks may differ in whether they run this plan: the number that those
+        note: For an exchange, whose ranks may differ in whether they run this plan: the number that those
             publish that do.
     """
     plan, steps = _plan_of(rank, layout), schedule.steps
@@ -140,13 +139,13 @@ def mapped_plan(
     counts = layout.inputs.numels, layout.outputs.numels
     exposed = lowering.exposed
     plan.gathers = True
-    if sizes is not None:
+    if note is not None:
         plan.expect_shared(exposed)
     lowering.add(before, counts)
     plan.offer(exposed)
-    plan.fence(ALL, checked=GivenUp(), number=sizes or 0)
-    if sizes is not None:
-        plan.noted(sizes, CheckSizes(sizes))
+    plan.fence(ALL, checked=GivenUp(), number=note or 0)
+    if note is not None:
+        plan.noted(note, CheckSizes(note))
     plan.take(lowering.wanted, FindMemory())
     lowering.add(after, counts)
     return plan.seal()
@@ -207,7 +206,7 @@ def _alike(layout: Layout, blocks: Blocks, count: int) -> Iterator[tuple[int, Co
     index = 0
     while index < count:
         counts, turns = counts_of(index), 1
-        if index or blocks.sizes is None:
+        if index or blocks.note is None:
             while index + turns < count and counts_of(index + turns) == counts:
                 turns += 1
         yield index, counts, turns
@@ -264,14 +263,14 @@ class _Lowering:
         self.wanted = [] if mapped is None else _wanted(mapped.steps)
         self._lends_output = lent is Buffer.OUTPUT
 
-    def add(self, steps: Sequence[Step], counts: Counts, shift: int = 0, noted: int | None = None) -> None:
+    def add(self, steps: Sequence[Step], counts: Counts, shift: int = 0, number: int | None = None) -> None:
         """Add the steps of a schedule.
 
         Args:
             steps: The steps.
             counts: Elements of each input and output part in the block.
             shift: Bytes from the beginning of a part to the block.
-            noted: Number that is published with the fence, and compared behind it.
+            number: Published with the fences, and compared behind them.
         """
         inputs, outputs = counts
         self._ends = {Buffer.INPUT: list(accumulate(inputs)), Buffer.OUTPUT: list(accumulate(outputs))}
@@ -280,7 +279,7 @@ class _Lowering:
         own: tuple[Place, Place, int] | None = None
         for step, behind in zip(steps, [*steps[1:], None], strict=False):
             if isinstance(step, Fence):
-                self._fence(step, own, noted)
+                self._fence(step, own, number)
                 own = None
             elif isinstance(step, Copy):
                 is_own = step.is_own
@@ -298,12 +297,12 @@ class _Lowering:
             else:
                 self._exchange(step)
 
-    def _fence(self, step: Fence, own: tuple[Place, Place, int] | None, noted: int | None) -> None:
+    def _fence(self, step: Fence, own: tuple[Place, Place, int] | None, number: int | None) -> None:
         assert step.awaited is None or len(step.awaited) < 2
         whom = ALL if step.awaited is None else step.awaited[0] if step.awaited else NOBODY
-        self._plan.fence(whom, own, self._checked, noted or 0)
-        if noted is not None:
-            self._plan.noted(noted, CheckSizes(noted))
+        self._plan.fence(whom, own, self._checked, number or 0)
+        if number is not None:
+            self._plan.noted(number, CheckSizes(number))
 
     def _copy(self, stretches: Sequence[tuple[list[Place], int]]) -> None:
         for (dst, src), nbytes in stretches:

@@ -178,26 +178,26 @@ class Recipes:
             if exchanges
             else partial(self._schedule, request, algorithm)
         )
-        sizes = note_of(rank, layout.inputs.numels, layout.outputs.numels) if exchanges else None
+        note = note_of(rank, layout.inputs.numels, layout.outputs.numels) if exchanges else None
         return slots_plan(
             rank,
             layout,
             self._folds(signature, layout),
-            Blocks(factory, block, algorithm.streams, sizes),
+            Blocks(factory, block, algorithm.streams, note),
             _is_in_place(signature),
         )
 
     def _mapped(self, signature: Signature, layout: Layout, request: Request, algorithm: Algorithm) -> Plan:
-        rank, sizes = self._likeness.rank, None
+        rank, note = self._likeness.rank, None
         if request.family is OpKind.ALL_TO_ALL:
-            sizes = MAPPED_NOTE | note_of(rank, layout.inputs.numels, layout.outputs.numels)
+            note = MAPPED_NOTE | note_of(rank, layout.inputs.numels, layout.outputs.numels)
         return mapped_plan(
             rank,
             layout,
             self._folds(signature, layout),
             algorithm.schedule(rank, request),
             _is_in_place(signature),
-            sizes,
+            note,
         )
 
     def _messages(

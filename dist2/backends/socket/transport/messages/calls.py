@@ -9,7 +9,7 @@ import attrs
 
 from dist2.backends.socket.wire import TAGGED, Header
 from dist2.errors import MismatchError
-from dist2.operation.description import Call, calls_differ
+from dist2.operation.description import Call, attributes_differ
 from dist2.runtime.rank_names import RANKS, RankNames
 
 REMEMBERED = 64
@@ -41,10 +41,10 @@ class Called:
         return Call(seq=self.seq, text=self.text)
 
     def differs_from(self, other: Called) -> bool:
-        """Whether it is known to be another operation, or another call of the same one."""
+        """Whether it is known to be another call, wherever in the order of calls the two are."""
         if UNKNOWN in (self.fingerprint, other.fingerprint):
-            return calls_differ(self.call, other.call)
-        return (self.seq, self.fingerprint) != (other.seq, other.fingerprint)
+            return attributes_differ(self.call, other.call)
+        return self.fingerprint != other.fingerprint
 
 
 NOTHING_YET = Called(0, 0, "nothing yet")

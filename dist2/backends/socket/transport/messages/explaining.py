@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from dist2.backends.socket.transport.messages.calls import Calls
+from dist2.backends.socket.transport.messages.calls import Called, Calls
 from dist2.backends.socket.transport.messages.mailbox import Mailbox
 from dist2.errors import MismatchError, OperationTimeoutError, ResourceError
 from dist2.operation.description import Call, describe_calls, describe_difference, is_behind
@@ -31,18 +31,25 @@ def differing(calls: Calls) -> set[int]:
     """Return the members that are known to have called something else than this rank.
 
     Others may accuse a member that called the same as this rank: the accuser differs then. A member that is
-    still at an earlier collective differs in nothing. Where calls match but not the lengths of their parts,
+    still at an earlier collective differs if this rank called that one differently; one that has gone on, as
+    the root of a broadcast does, only if it is accused. Where calls match but not the lengths of their parts,
     both sides of such a part are returned.
     """
     others, mine = calls.described, calls.mine
     if any(each.call.sizes for each in (mine, *others.values())):
         return calls.offenders | {rank for rank, called in others.items() if called.call.sizes}
-    described = {
-        rank
-        for rank, called in others.items()
-        if called.differs_from(mine) and (rank in calls.offenders or not is_behind(called.call, mine.call))
-    }
+    described = {rank for rank, called in others.items() if _differs(rank, called, calls)}
     return described | (calls.offenders - others.keys())
+
+
+def _differs(rank: int, called: Called, calls: Calls) -> bool:
+    """Whether the call of a member is known to be another than this rank's."""
+    if is_behind(called.call, calls.mine.call):
+        own = calls.describe(called.seq, 0)  # the last one, if that is long ago
+        return called.seq > 0 and called.differs_from(own)
+    if is_behind(calls.mine.call, called.call) and rank not in calls.offenders:
+        return False  # it has gone on
+    return called.differs_from(calls.mine)
 
 
 def explained(calls: Calls) -> MismatchError:
