@@ -183,3 +183,23 @@ def test_shared_memory_alone_is_refused_on_two_hosts() -> None:
     tenant = attrs.evolve(TWO_BY_TWO, options={"transport": "shm"})
     with pytest.raises(RankFailed, match="transport='shm' needs all ranks on one host"):
         run_ranks(4, lambda pg: None, tenant)
+
+
+@ON_ALL
+def test_all_hear_of_a_rank_that_will_not_make_the_group(tenant: Tenant) -> None:
+    """Sums of one element are exchanged by one rank of each host; the others wait for that one alone."""
+    last = len(tenant.layout) - 1
+
+    def body(pg: ProcessGroup) -> None:
+        whole = pg.split(range(pg.size()))
+        pg.barrier()
+        if pg.rank() == last:
+            whole.abort()
+        else:
+            made = whole.split(range(pg.size()))
+            with pytest.raises(PeerLostError, match="has not called split") as caught:
+                made.all_reduce(torch.ones(1))
+            assert caught.value.ranks == (last,)
+        pg.barrier()
+
+    run_ranks(len(tenant.layout), body, tenant)

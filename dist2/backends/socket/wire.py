@@ -109,8 +109,8 @@ class Header:
         flags: `TAGGED` or 0.
         context: The group.
         seq: Number of the operation (collectives), or of the agreement.
-        tag: Step of the schedule (collectives), tag (point-to-point), byte offset (`DATA`), or the member
-            that the sender lost, plus 1 (`LEAVE`).
+        tag: Step of the schedule (collectives), tag (point-to-point), byte offset (`DATA`), or a member
+            plus 1: the one that the sender lost (`LEAVE`), or that will not make the group (`ORIGIN`).
         fingerprint: The operation's fingerprint.
         nbytes: Length of the payload that follows.
         transfer: The sender's number of an announced message.

@@ -5,8 +5,9 @@ give different lists are in different groups, and none of their messages meet. S
 for a while sends the members from which it has heard nothing which groups it has made of the same one, and in
 which of them it waits; they answer with theirs. So does a rank that has ended its first collective and heard
 of no other. All ranks make groups in the same order: if two ranks wait for each other, each in a group that
-the other has not made, both groups fail. A rank also lists the groups that it has closed: another one may
-still be in them.
+the other has not made, both groups fail. So does the group of a rank that waits for one that has closed the
+group they are made from. Either is told to all members, as not all wait for that rank. A rank also lists the
+groups that it has closed: another one may still be in them.
 """
 
 from __future__ import annotations
@@ -172,9 +173,8 @@ class Origins:
         calls.elsewhere[rank] = f"{NO_OPERATION}: it has not called {mine}{instead}{where}"
         if said.is_closed and rank not in mailbox.left:
             why = f"it closed the group that this one is made from, and has not called {mine}"
-            mailbox.take_reason(rank, bytearray(why.encode()))
-            self._departures.member_left(mailbox, rank)
-            self._outcomes.fail(mailbox, left_error(mailbox, [rank]))
+            self._tell_all(mailbox, why, tag=rank + 1)
+            self._leave_out(mailbox, rank, why)
         elif apart and rank not in mailbox.left:
             here, there = mailbox.names([mailbox.rank], False), mailbox.names([rank], False)
             self._fail(
@@ -185,18 +185,31 @@ class Origins:
 
     def _fail(self, mailbox: Mailbox, words: str) -> None:
         """Fail a group, on all its members."""
+        self._tell_all(mailbox, words)
+        self._set_apart(mailbox, words)
+
+    def _tell_all(self, mailbox: Mailbox, words: str, tag: int = 0) -> None:
+        """Notify members: not all wait for the one that the words are about, and ask it."""
         text = words.encode()[:TEXT_BYTES]
-        frame = Header(Kind.ORIGIN, ABORTED, mailbox.context, nbytes=len(text)).encode() + text
+        frame = Header(Kind.ORIGIN, ABORTED, mailbox.context, tag=tag, nbytes=len(text)).encode() + text
         for rank in range(len(mailbox.fabric_ids)):
             if rank not in mailbox.left:
                 self._courier.tell(mailbox, rank, frame)
-        self._set_apart(mailbox, words)
 
     def on_failed(
         self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
     ) -> None:
-        """Fail a group, as another member found that its members differ."""
-        self._set_apart(mailbox, bytes(payload or b"").decode(errors="replace"))
+        """Fail a group, as another member found that its members differ, or that one will not make it."""
+        words = bytes(payload or b"").decode(errors="replace")
+        if not header.tag:
+            self._set_apart(mailbox, words)
+        elif 0 < header.tag <= len(mailbox.cards) and header.tag - 1 not in mailbox.left:
+            self._leave_out(mailbox, header.tag - 1, words)
+
+    def _leave_out(self, mailbox: Mailbox, rank: int, why: str) -> None:
+        mailbox.take_reason(rank, bytearray(why.encode()))
+        self._departures.member_left(mailbox, rank)
+        self._outcomes.fail(mailbox, left_error(mailbox, [rank]))
 
     def _set_apart(self, mailbox: Mailbox, words: str) -> None:
         mailbox.apart = mailbox.apart or MismatchError(words)
