@@ -6,6 +6,9 @@ DuckDB reads the files itself, as there may be millions of rows. This module imp
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
 CALLS = ".calls.csv"
 OPERATIONS = ".operations.csv"
 """Suffixes of the two files of a segment."""
+Folder = Path | zipfile.Path
 
 _CALL_COLUMNS = (
     "{'call': 'BIGINT', 'rank': 'BIGINT', 'host': 'VARCHAR', 'pid': 'BIGINT', 'uid': 'VARCHAR', "
@@ -53,22 +57,32 @@ FROM logged JOIN (SELECT segment, min(rank) AS rank, any_value(pid) AS pid, any_
 """
 
 
-def is_operation_log(folder: Path) -> bool:
+def is_operation_log(folder: Folder) -> bool:
     """Return whether a folder has the files of an operation log."""
-    return any(folder.glob(f"*{OPERATIONS}"))
+    return any(each.name.endswith(OPERATIONS) for each in folder.iterdir())
 
 
-def fill_from_log(database: DuckDBPyConnection, folder: Path) -> None:
+def fill_from_log(database: DuckDBPyConnection, folder: Folder) -> None:
     """Insert the rows of an operation log into the tables of `observability.job.tables`.
 
     Args:
         database: It has these tables, empty.
-        folder: The log: that of one process, or of all of a job.
+        folder: The log: that of one process, or of all of a job; perhaps in a zip.
+
+    Raises:
+        OSError, RuntimeError, zipfile.BadZipFile, zlib.error: The zip is broken, or has a password.
     """
-    where = str(folder).replace("'", "''")
-    for name, suffix, columns in (
-        ("calls", CALLS, _CALL_COLUMNS),
-        ("logged", OPERATIONS, _OPERATION_COLUMNS),
-    ):
-        database.execute(_READ.format(name=name, folder=where, suffix=suffix, columns=columns))
+    with tempfile.TemporaryDirectory() as unpacked:
+        if isinstance(folder, zipfile.Path):  # which DuckDB does not read
+            for each in folder.iterdir():
+                if each.name.endswith((CALLS, OPERATIONS)):
+                    with each.open("rb") as source, Path(unpacked, each.name).open("wb") as target:
+                        shutil.copyfileobj(source, target)
+            folder = Path(unpacked)
+        where = str(folder).replace("'", "''")
+        for name, suffix, columns in (
+            ("calls", CALLS, _CALL_COLUMNS),
+            ("logged", OPERATIONS, _OPERATION_COLUMNS),
+        ):
+            database.execute(_READ.format(name=name, folder=where, suffix=suffix, columns=columns))
     database.execute(_TABLES)

@@ -6,6 +6,8 @@ import csv
 import json
 import sys
 import tempfile
+import zipfile
+import zlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,9 +19,9 @@ from rich.table import Table
 
 from observability.commands.control_plane import ControlPlane, NoAnswerError, address, end_without_answer
 from observability.commands.ending import end_unanswered
-from observability.incidents.reading import Folder, Incident, NoIncidentError, place_of
+from observability.incidents.reading import Incident, NoIncidentError, place_of
 from observability.job.tables import TABLES, Row, tables_of
-from observability.operation_files import fill_from_log, is_operation_log
+from observability.operation_files import Folder, fill_from_log, is_operation_log
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -42,9 +44,9 @@ def query(
 ) -> None:
     """Ask all ranks of a job, an incident, or an operation log, by SQL.
 
-    URL is that of any control plane of the job, or the folder of an incident, which may be in a zip, or of an
-    operation log; without SQL, the tables are listed. Ends with 1 if the query is wrong, and 2 if there is no
-    answer.
+    URL is that of any control plane of the job, or the folder of an incident or of an operation log, which
+    may be in a zip; without SQL, the tables are listed. Ends with 1 if the query is wrong, and 2 if there is
+    no answer.
     """
     if sql is None:
         for name, columns in TABLES.items():
@@ -57,7 +59,7 @@ def query(
     plane = None
     try:
         folder = place_of(url)
-        log = folder if isinstance(folder, Path) and is_operation_log(folder) else None
+        log = folder if folder is not None and is_operation_log(folder) else None
         if log is not None:
             rows: dict[str, list[Row]] = {name: [] for name in TABLES}
         elif folder is not None:
@@ -72,7 +74,10 @@ def query(
     with duckdb.connect() as database:
         fill(database, rows)
         if log is not None:
-            fill_from_log(database, log)
+            try:
+                fill_from_log(database, log)
+            except (OSError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+                end_without_answer(NoAnswerError(f"{url}: {error}"))
         try:
             found = database.execute(sql)
             names = [str(column[0]) for column in found.description or ()]

@@ -18,12 +18,12 @@ from observability.incidents import folders
 from observability.job.answer import NO_PART, Answer
 from observability.job.diagnosis import diagnose
 from observability.job.documents import job_document, stack_rows
+from observability.operation_files import Folder, is_operation_log
 
 AFTER_S = 0.0
 """Operations of any age count: a rank that failed was inside."""
 MOST_BYTES = 1 << 30
 """A zip of more is refused; each file is read up to the size that the zip tells for it."""
-Folder = Path | zipfile.Path
 _OWN = re.compile(r"\d[\d.]* s\b|\(this is rank \d+\)")
 """Parts of a message in which ranks with one failure differ."""
 
@@ -49,7 +49,7 @@ def place_of(argument: str) -> Folder | None:
 
 
 def _zipped(path: Path) -> zipfile.Path:
-    """Return the folder in an archive that is an incident, or else its top. Nothing is unpacked."""
+    """Return the folder in an archive that is an incident or a log, or else its top; unpack nothing."""
     try:
         archive = zipfile.ZipFile(path)
     except (OSError, zipfile.BadZipFile) as error:
@@ -58,7 +58,8 @@ def _zipped(path: Path) -> zipfile.Path:
     if sum(each.file_size for each in archive.infolist()) > MOST_BYTES:
         raise NoIncidentError(f"{path}: unpacked, it would have more than {MOST_BYTES} bytes")
     top = zipfile.Path(archive)
-    return next((each for each in top.iterdir() if (each / folders.HEAD).is_file()), top)
+    inner = (each for each in top.iterdir() if each.is_dir())
+    return next((each for each in inner if (each / folders.HEAD).is_file() or is_operation_log(each)), top)
 
 
 @attrs.frozen

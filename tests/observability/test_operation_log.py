@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from support.captured_logs import logged
 from support.fake_groups import FakeGroup, info_of, metas
 from support.programs import run
@@ -18,6 +20,8 @@ from dist2.errors import PeerLostError
 from dist2.operation.kinds import OpKind
 from dist2.runtime.config import DEFAULT_LOG_BYTES, LEAST_LOG_BYTES, Config
 from observability import automatic, operation_log
+from observability.commands.query import query
+from observability.operation_files import CALLS
 from observability.operation_log import SEGMENTS, OperationLog
 
 pytest.importorskip("duckdb")
@@ -61,6 +65,23 @@ def test_every_operation_that_ended_is_a_row_of_the_same_tables(
     assert not ask(folder, "select * from events")
     for sql in QUERIES:
         ask(folder, sql)
+
+
+def test_a_log_in_a_zip_is_asked_as_the_folder(logging: OperationLog, tmp_path: Path) -> None:
+    group = FakeGroup(info_of(), logging)
+    for _ in range(7):
+        group.run()
+    logging.close()
+    folder, archive = tmp_path / "it's a log", tmp_path / "log.zip"
+    for root, base in ((tmp_path, folder.name), (folder, ".")):
+        shutil.make_archive(str(archive.with_suffix("")), "zip", root, base)
+        assert ask(archive, COUNT) == ask(folder, COUNT) == [{"n": 7}]
+    written = bytearray(archive.read_bytes())
+    written[written.rindex(CALLS.encode(), 0, written.index(b"PK\x01\x02")) + len(CALLS)] ^= 0x7
+    archive.write_bytes(written)
+    ended = CliRunner().invoke(query, [str(archive), COUNT])
+    assert (ended.exit_code, ended.stderr.count("\n")) == (2, 1), ended.stderr
+    assert ended.stderr.startswith(f"{archive}: ")
 
 
 def test_segments_replace_each_other_and_a_row_that_was_cut_off_is_skipped(tmp_path: Path) -> None:
