@@ -59,6 +59,7 @@ class HangRecorder:
         self._confirmed: set[Key] = set()
         self._explanation = ""
         self._explains_until_s = 0.0
+        self._ends, self._level = False, logging.INFO
 
     def look(self, found: Diagnosis) -> None:
         """Take note of a diagnosis of this rank: a wait that the one before has too is confirmed."""
@@ -133,15 +134,18 @@ class HangRecorder:
         if self._recording is not None:
             self._recording.is_over = then == "exit"  # other ranks may end first
         words = reason(then, why, where)
+        self._ends, self._level = then == "exit", logging.INFO if is_told else logging.ERROR
         self._explain_failures(words)
         if acts:
-            log.log(logging.INFO if is_told else logging.ERROR, "rank %d: %s", self._member.rank, words)
-            arguments = then, words, self._member.rank
-            acting = threading.Thread(target=act, args=arguments, name="dist2-hang", daemon=True)
+            acting = threading.Thread(target=self._act, args=(then,), name="dist2-hang", daemon=True)
             acting.start()  # after the answer to the request
 
+    def _act(self, then: str) -> None:
+        log.log(self._level, "rank %d: %s", self._member.rank, self._explanation)
+        act(then, self._explanation, self._member.rank)
+
     def _explain_failures(self, words: str) -> None:
-        """Add a note to the errors of the next seconds: another rank may abort first."""
+        """Add a note to the errors of the next seconds: another rank may abort or end first."""
         if not self._explanation:
             recorder.on_broken.append(self._explain)
         self._explanation, self._explains_until_s = words, time.monotonic() + EXPLAINS_S
@@ -149,6 +153,8 @@ class HangRecorder:
     def _explain(self, operation: Operation) -> None:
         if operation.error is not None and time.monotonic() < self._explains_until_s:
             operation.error.add_note(self._explanation)
+            if self._ends:  # before the program prints an error that is a consequence
+                self._act("exit")
 
     def _take_part(self, name: str, why: str, is_told: bool) -> Path | None:
         """Write the part of this rank; return the folder, or None where incidents are off."""

@@ -34,6 +34,7 @@ from dist2.errors import Dist2Error, InvalidUsageError, OperationTimeoutError
 from dist2.runtime.config import Config, shown_environment
 from observability.flight_recorder import instrument
 from observability.incidents import folders, reading
+from observability.incidents import hang as hang_policy
 from observability.incidents.hang import EXIT_CODE, HangRecorder
 from observability.incidents.reading import Incident
 from observability.incidents.recording import Recording
@@ -369,6 +370,30 @@ def test_a_rank_that_another_aborts_first_knows_the_verdict(monkeypatch: pytest.
         assert raised.value.__notes__ == ["DIST2_ON_HANG=abort, as the job waited: rank 1 sleeps"]
 
     run_ranks(2, body, INPROC)
+
+
+def test_a_rank_that_loses_one_which_ends_first_ends_before_it_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: list[tuple[str, str, int]] = []
+    monkeypatch.setattr(instrument, "on_broken", [])
+    monkeypatch.setattr(hang_policy, "act", lambda *arguments: ended.append(arguments))
+    hang: Any = HangRecorder(Asked(), None, "exit", 1.0)  # type: ignore[arg-type]
+    request = {"folder": "", "why": "rank 1 sleeps", "then": "exit", "acts": False}
+    hang.take_part(request, is_told=False)
+
+    def body(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            pg.abort()
+            return
+        with pytest.raises(Dist2Error):
+            pg.all_reduce(torch.ones(2))
+        assert ended == [("exit", words, Asked.rank)]
+
+    words = "DIST2_ON_HANG=exit, as the job waited: rank 1 sleeps"
+    with logged() as records:
+        run_ranks(2, body, INPROC)
+    assert [(each["levelname"], each["event"]) for each in records] == [("ERROR", f"rank 0: {words}")]
 
 
 def test_abort_raises_on_all_ranks_with_the_verdict(tmp_path: Path) -> None:
