@@ -36,6 +36,7 @@ class Answer:
         offset_s: Its clock minus that of the asking process.
         error_s: How far that may be off.
         outside: How its process looks from another one of its host, where it is silent: `Outside`.
+        host: Where it is silent: its host, as far as it is known.
         seen: Where it is silent: by the uid of a group, the operation at which another rank saw it last.
     """
 
@@ -45,6 +46,7 @@ class Answer:
     offset_s: float = 0.0
     error_s: float = 0.0
     outside: dict[str, Any] | None = None
+    host: str = ""
     seen: Mapping[str, str] = attrs.field(factory=dict)
 
     @property

@@ -61,7 +61,9 @@ def _row(rank: int, answer: Answer, found: Diagnosis, waiting: Collection[int]) 
     common = {"rank": rank, "url": answer.url or None}
     state = answer.state
     if state is None:
-        return {**common, "state": "silent", "silence": answer.why_silent, "process": answer.outside}
+        host = {"host": answer.host} if answer.host else {}
+        told = {"silence": answer.why_silent, "process": answer.outside}
+        return {**common, **host, "state": "silent", **told}
     return {
         **common,
         "state": _condition(rank, state, found, waiting),

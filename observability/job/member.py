@@ -266,25 +266,24 @@ class Member:
     def _seen_from_outside(self, answers: dict[int, Answer]) -> dict[int, Answer]:
         """Complete the answers of silent ranks: another rank of the same host looks at their process."""
         entries, looked = self.directory.entries, dict[int, dict[str, Any]]()
+        silent = [rank for rank, answer in answers.items() if answer.state is None]
+        lost = {rank: entries[rank] for rank in silent if rank in entries}
         by_host: dict[tuple[str, str], list[int]] = {}
-        for rank, answer in answers.items():
-            entry = entries.get(rank)
-            if answer.state is not None or entry is None:
-                continue
+        for rank, entry in lost.items():
             seen = seen_from_outside(entry)
             if seen is None:
                 by_host.setdefault((entry.process.host, entry.process.space), []).append(rank)
             else:
                 looked[rank] = seen
-        for host, silent in by_host.items():
-            looked |= self._seen_by_a_neighbour(host, silent, answers)
+        for host, there in by_host.items():
+            looked |= self._seen_by_a_neighbour(host, there, answers)
         for rank, seen in looked.items():
             pid = entries[rank].process.pid
             if not seen["state"] and (how := how_ended(pid, answers)):
                 seen["words"] = f"process {pid} {how}"
-        return {
-            rank: attrs.evolve(answer, outside=looked[rank]) if rank in looked else answer
-            for rank, answer in answers.items()
+        return answers | {
+            rank: attrs.evolve(answers[rank], host=entry.process.host, outside=looked.get(rank))
+            for rank, entry in lost.items()
         }
 
     def _seen_by_a_neighbour(

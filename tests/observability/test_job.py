@@ -258,6 +258,7 @@ def test_a_neighbour_looks_at_a_silent_process(monkeypatch: pytest.MonkeyPatch) 
     silent = jobs[0]["ranks"][2]
     assert silent["state"] == "silent"
     assert f"process {gone.pid} has ended" in silent["silence"]
+    assert silent["host"] == of_gone.host
 
 
 def test_an_act_is_carried_out_on_all_ranks(tmp_path: Path) -> None:
