@@ -11,7 +11,7 @@ import click
 
 from observability.commands.control_plane import ControlPlane, NoAnswerError, address, end_without_answer
 from observability.commands.ending import end_unanswered
-from observability.incidents.reading import Incident, NoIncidentError, place_of
+from observability.incidents.reading import Incident, NoIncidentError, failed, place_of
 from observability.job.answer import RANK_S
 
 NOTHING_WRONG, TROUBLE = 0, 1
@@ -29,7 +29,7 @@ FRAMES = 12
     "--limit", "limit_s", default=RANK_S, show_default=True, help="A rank may take so many seconds."
 )
 @click.option("--stacks/--no-stacks", default=True, help="Show the main threads of the ranks concerned.")
-@click.option("--json", "as_json", is_flag=True, help="Print the answer of /desync as it is.")
+@click.option("--json", "as_json", is_flag=True, help="Print the diagnosis as /desync has it.")
 def why(
     url: str,
     token: str | None,
@@ -53,6 +53,7 @@ def why(
         else:
             plane, limit = ControlPlane.of(url, token, token_file), f"limit_ms={round(limit_s * 1000)}"
             found = plane.get_json(f"/desync?after_ms={round(after_s * 1000)}&{limit}")
+            found["verdict"] = found["verdict"] or _broken(plane.get_json("/job"))
 
             def rows() -> list[dict[str, Any]]:
                 ranks: list[dict[str, Any]] = plane.get_json(f"/stacks?{limit}")["ranks"]
@@ -69,6 +70,13 @@ def why(
     except NoAnswerError as error:
         end_unanswered(error, plane)
     sys.exit(TROUBLE if found["verdict"] else NOTHING_WRONG)
+
+
+def _broken(job: dict[str, Any]) -> list[str]:
+    """Return the failures of ranks with a group of no use: they may all have left the operation by now."""
+    broken = [rank for rank in job["ranks"] if rank["state"] == "broken" and rank["failures"]]
+    newest = {rank["rank"]: rank["failures"][0] for rank in broken}
+    return failed({rank: f"{each['error']}: {each['message']}" for rank, each in newest.items()})
 
 
 def _show(found: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import re
 import zipfile
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,7 @@ class Incident:
     def desync(self) -> dict[str, Any]:
         """Return the diagnosis as ``/desync`` has it: that of the control planes, and the failures."""
         told: dict[str, Any] | None = _json(self.path / "desync.json")
-        failures, causes = list(self._failures()), sorted(self._causes())
+        failures, causes = self._failures(), sorted(self._causes())
         if told is not None:  # failures of a job that waits are consequences
             culprits = told["culprits"] or ([] if told["cycles"] else causes)
             return {**told, "verdict": [*told["verdict"], *failures], "culprits": culprits}
@@ -133,17 +133,12 @@ class Incident:
         answers = self.answers()
         return job_document(answers, diagnose(answers, AFTER_S), min(self.parts, default=0), 0.0)
 
-    def _failures(self) -> Iterator[str]:
-        """Yield a sentence for each failure; ranks with the same one are named together."""
-        alike: dict[tuple[str, str], list[int]] = defaultdict(list)
-        words: dict[tuple[str, str], str] = {}
+    def _failures(self) -> list[str]:
+        words: dict[int, str] = {}
         for rank, part in self.failures.items():
             error = part["error"] or {"type": "failure", "message": part["why"], "shared": False}
-            key = error["type"], _OWN.sub("", error["message"])
-            alike[key].append(rank)
-            words.setdefault(key, f"{error['type']}: {error['message']}{_place(error)}")
-        for key, ranks in sorted(alike.items(), key=lambda pair: (len(pair[1]), pair[1])):
-            yield f"{rank_names(ranks)} failed: {words[key]}"
+            words[rank] = f"{error['type']}: {error['message']}{_place(error)}"
+        return failed(words)
 
     def _causes(self) -> set[int]:
         """Return the ranks that failed by themselves, or else those that others blame and that blame none."""
@@ -151,6 +146,19 @@ class Incident:
         alone = {rank for rank, error in errors.items() if not error["blames"] and not error["shared"]}
         blamed = {int(each) for error in errors.values() for each in error["blames"]}
         return alone or {rank for rank in blamed if rank not in errors or not errors[rank]["blames"]}
+
+
+def failed(words: Mapping[int, str]) -> list[str]:
+    """Return a sentence for each failure; ranks with the same one are named together.
+
+    Args:
+        words: By rank, type and text of its error.
+    """
+    alike: dict[str, list[int]] = defaultdict(list)
+    for rank, text in words.items():
+        alike[_OWN.sub("", text)].append(rank)
+    some = sorted(alike.values(), key=lambda ranks: (len(ranks), ranks))
+    return [f"{rank_names(ranks)} failed: {words[ranks[0]]}" for ranks in some]
 
 
 def _place(error: dict[str, Any]) -> str:

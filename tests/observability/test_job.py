@@ -16,12 +16,14 @@ from urllib.error import HTTPError
 import attrs
 import pytest
 import torch
+from click.testing import CliRunner
 from support.captured_logs import logged
 from support.ranks import Tenant, run_ranks
 
 import dist2
 import observability
 from dist2 import HashStore, ProcessGroup
+from dist2.cli.app import cli
 from dist2.errors import InvalidUsageError, StoreError
 from dist2.runtime.other_process import Process
 from dist2.runtime.secret import Secret
@@ -259,6 +261,24 @@ def test_a_neighbour_looks_at_a_silent_process(monkeypatch: pytest.MonkeyPatch) 
     assert silent["state"] == "silent"
     assert f"process {gone.pid} has ended" in silent["silence"]
     assert silent["host"] == of_gone.host
+
+
+def test_a_group_that_nobody_waits_in_any_more_is_told_as_broken() -> None:
+    """All ranks have left the operation, so `/desync` has no verdict."""
+    stage = Stage(2)
+
+    def body(pg: ProcessGroup) -> None:
+        with observability.start(pg, announce=False) as server:
+            stage.enter(pg, server)
+            if pg.rank() == 0:
+                with pytest.raises(dist2.OperationTimeoutError):
+                    pg.all_reduce(torch.ones(2), timeout=0.05)
+                told = CliRunner().invoke(cli, ["why", server.url])
+                assert told.exit_code == 1, told
+                assert "  rank 0 failed: OperationTimeoutError: all_reduce(float32[2]" in told.output
+            stage.all_there.wait(SOON_S)
+
+    run_ranks(2, body, TENANTS[1])
 
 
 def test_an_act_is_carried_out_on_all_ranks(tmp_path: Path) -> None:
