@@ -506,6 +506,10 @@ def test_thousands_of_ranks_fit_on_the_page(browser: str) -> None:
         assert page.title() == "⚠ training: The job waits for ranks 5, 29"
         sync_api.expect(page.locator("#hosts i")).to_have_count(2048)
         see(page, "#tile-ranks", "0 of 2,048")
+        see(page, "#flying-note", "256 older than a second; 32 are shown, those that miss a rank first")
+        assert page.locator("#waits tbody tr").count() == 32
+        missing = page.locator("#waits tbody tr td:nth-of-type(4)").all_inner_texts()
+        assert missing[:3] == ["rank 5", "rank 29", "none: data moves"]
         assert page.locator("#hosts i.waited-for").count() == 2
         assert page.locator("#grid thead th").all_inner_texts()[2:6] == ["tp-*", "pp-*", "dp-*", "world"]
         rows = page.locator("#grid tbody tr:not(.pad)")
@@ -523,9 +527,18 @@ def test_thousands_of_ranks_fit_on_the_page(browser: str) -> None:
         check_accessible(page)
 
 
+def test_the_headline_names_the_rank_that_called_something_else(browser: str) -> None:
+    with browsing_job(browser, 64, "broken") as page:
+        see(page, "#state-title", "A group is broken on ranks 8\N{EN DASH}15 because of rank 9")
+        assert page.locator("#next button").first.inner_text() == "Stacks of rank 9"
+
+
 def test_the_headline_says_how_a_process_died_and_the_page_of_another_rank_is_offered(browser: str) -> None:
     with browsing_job(browser, 64, "dead") as page:
         see(page, "#state-title", "The job waits for rank 21: rank 21 was killed by SIGKILL")
+        see(page, "#grid tbody tr:first-child", "node-002")
+        title = page.locator("#hosts i[data-rank='21']").get_attribute("title")
+        assert title == "rank 21 on node-002: silent"
         page.unroute("**/*")
         page.route("**/*", lambda route: route.abort())
         see(page, "#lost", "Connection lost")

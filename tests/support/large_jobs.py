@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 TP, PP, HOST = 8, 4, 8
+DIVERGES = (
+    "ranks 8, 10-15: all_reduce(float32[4096], op=sum) at train.py:77; rank 9: barrier() at train.py:41"
+)
 
 
 def job_of(world_size: int, state: str = "run") -> dict[str, Any]:
@@ -12,12 +15,15 @@ def job_of(world_size: int, state: str = "run") -> dict[str, Any]:
 
     Args:
         world_size: Number of ranks, a multiple of 32.
-        state: ``run``, ``hang`` (two ranks are missing), ``broken`` or ``dead`` (a rank was killed).
+        state: ``run``, ``hang`` (two ranks are missing), ``broken`` (one called something else) or ``dead``
+            (one was killed).
     """
-    culprits = {"run": [], "hang": [5, 29], "broken": [], "dead": [21]}[state]
+    culprits = {"run": [], "hang": [5, 29], "broken": [9], "dead": [21]}[state]
     ranks = [_rank(rank, world_size, state, culprits) for rank in range(world_size)]
     waits = "in all_reduce #812 of its group for 12.1 s: its main thread is at train.py:41 in load"
     verdict = [f"rank {rank} is waited for by 7 ranks {waits}" for rank in culprits]
+    if state == "broken":
+        verdict = [f"group tp-1 diverges at operation #812: {DIVERGES}"]
     slow = "step 100 took 1.90 s instead of 410 ms: rank 5 computed for 1.71 s instead of 220 ms"
     return {
         "name": "training",
@@ -34,7 +40,7 @@ def job_of(world_size: int, state: str = "run") -> dict[str, Any]:
 
 
 def _rank(rank: int, world_size: int, state: str, culprits: list[int]) -> dict[str, Any]:
-    common = {"rank": rank, "url": f"http://127.0.0.1:{20000 + rank}"}
+    common = {"rank": rank, "url": f"http://127.0.0.1:{20000 + rank}", "host": f"node-{rank // HOST:03}"}
     if state == "dead" and rank in culprits:
         process = {"state": "", "words": "process 4242 was killed by SIGKILL", "cause": ""}
         return {**common, "state": "silent", "silence": "connection refused", "process": process}
@@ -50,7 +56,6 @@ def _rank(rank: int, world_size: int, state: str, culprits: list[int]) -> dict[s
         "at_s": 1000.0,
         "clock_offset_s": 0.0,
         "clock_error_s": 0.0001,
-        "host": f"node-{rank // HOST:03}",
         "pid": 4000 + rank,
         "version": "0.1.0",
         "main": {"place": "train.py:41 in load" if rank in culprits else "train.py:77 in step"},
@@ -108,9 +113,8 @@ def _operation(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _failure(group: dict[str, Any]) -> dict[str, Any]:
-    message = f"all_reduce #812 in group {group['name']}: rank 9 did not arrive within 600 s"
-    error = "OperationTimeoutError"
-    return {"group": group["name"], "call": "all_reduce #812", "error": error, "message": message}
+    called = {"group": group["name"], "call": "all_reduce #812"}
+    return {**called, "error": "MismatchError", "message": f"operation differs: {DIVERGES}"}
 
 
 def _loop(rank: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import { duration, grouped, named, plural, ranges, ranksOf } from "./format.js";
 import { showHeat } from "./heat.js";
 import { $, list, setText, table } from "./table.js";
 
-const ROWS = 128, MANY = 16, COLUMNS = 16, LARGE = 32, CROWDED = 512, OLD_S = 1;
+const ROWS = 32, MANY = 16, COLUMNS = 16, LARGE = 32, CROWDED = 512, OLD_S = 1;
 const STATES = {
   ok: ["✓", "good"], waiting: ["◷", "warn"], "waited for": ["◀", "bad"], broken: ["✕", "bad"], silent: ["?", "bad"],
 };
@@ -83,12 +83,12 @@ function showGrid(job, works, chosen, choose) {
   $("grid").classList.toggle("dense", job.ranks.length > MANY);
   table("grid", [
     { title: "Rank", header: true }, { title: "State" }, ...names.map(name => ({ title: name, mono: true })),
-    ...(loops ? [{ title: "Last step" }] : []), { title: "Main thread", mono: true, wide: true }, { title: "Process", mono: true }, { title: "Clock offset", hint: "Against the asked rank" },
+    { title: "Main thread", mono: true, wide: true }, ...(loops ? [{ title: "Last step" }] : []), { title: "Process", mono: true }, { title: "Clock offset", hint: "Against the asked rank" },
   ], some.map(rank => () => {
     const [sign, tone] = STATES[rank.state], state = { text: `${sign} ${rank.state}`, tone, spoken: rank.state };
     const button = { text: String(rank.rank), spoken: `Show rank ${rank.rank}`, press: () => choose(rank.rank), pressed: rank.rank === chosen };
-    if (rank.state === "silent") return [button, state, ...names.map(() => "?"), ...(loops ? [""] : []), rank.silence, "", ""];
-    return [button, state, ...names.map(name => cellOf(rank, rank.groups.filter(group => columnOf(group) === name), late, broken)), ...(loops ? [stepOf(rank)] : []), rank.main.place,
+    if (rank.state === "silent") return [button, state, ...names.map(() => "?"), rank.silence, ...(loops ? [""] : []), rank.host ?? "", ""];
+    return [button, state, ...names.map(name => cellOf(rank, rank.groups.filter(group => columnOf(group) === name), late, broken)), rank.main.place, ...(loops ? [stepOf(rank)] : []),
       `${rank.host}:${rank.pid}`, `${(rank.clock_offset_s * 1e3).toFixed(2)} ± ${(rank.clock_error_s * 1e3).toFixed(2)} ms`];
   }), "No answer yet.");
   setText($("ranks-note"), `${grouped(job.answered)} of ${plural(job.world_size, "rank")} answered within ${duration(job.took_s)}`);
@@ -98,7 +98,7 @@ function showInFlight(works) {
   table("waits", [
     { title: "Operation", header: true, mono: true }, { title: "Group", mono: true }, { title: "Age of its timeout" }, { title: "Inside" },
     { title: "Missing" }, { title: "Call", mono: true, wide: true }, { title: "Called at", mono: true },
-  ], works.slice(0, ROWS).map(work => {
+  ], [...works].sort((a, b) => (b.missing.length > 0) - (a.missing.length > 0)).slice(0, ROWS).map(work => {
     const old = work.age_s > OLD_S, tone = old ? "warn" : "";
     const timeout = work.timeout_s === undefined ? "" : ` of ${duration(work.timeout_s)}`;
     return [`${work.op} #${work.seq}`, work.group,
@@ -107,7 +107,7 @@ function showInFlight(works) {
       work.call, work.where];
   }), "Nothing is in flight: no rank waits for another one.");
   const old = works.filter(work => work.age_s > OLD_S).length;
-  setText($("flying-note"), old ? `${old} older than a second` : "");
+  setText($("flying-note"), old ? `${grouped(old)} older than a second${works.length > ROWS ? `; ${ROWS} are shown, those that miss a rank first` : ""}` : "");
   setText($("tile-flying"), String(works.length));
   setText($("tile-flying-note"), works.length ? `oldest: ${works[0].op} #${works[0].seq}, ${duration(works[0].age_s)}` : "nothing waits");
 }
@@ -159,7 +159,7 @@ function judged(job) {
   if (job.ended?.incident) lines.push(`Incident: dist2 why ${job.ended.incident}`);
   if (job.headline) return { sign: "■", tone: job.tone ?? "warn", title: job.headline, lines, at };  // of the launcher
   if (group?.missing.length) return { sign: "✕", tone: "bad", title: `Group ${group.name} is broken: ${named(group.culprits)} did not enter ${group.op}${fates && `, ${fates}`}`, lines, at: group.culprits };
-  if (broken.length) return { sign: "✕", tone: "bad", title: `A group is broken on ${ranks(broken)}${fates && `: ${fates}`}`, lines, at: at.length ? at : [broken[0].rank] };
+  if (broken.length) return { sign: "✕", tone: "bad", title: `A group is broken on ${ranks(broken)}${culprits.length ? ` because of ${named(culprits)}` : ""}${fates && `: ${fates}`}`, lines, at: at.length ? at : [broken[0].rank] };
   if (culprits.length) return { sign: "◀", tone: "bad", title: `The job waits for ${named(culprits)}${fates && `: ${fates}`}`, lines, at };
   if (silent.length) return { sign: "?", tone: "bad", title: `No answer from ${ranks(silent)}${fates && `: ${fates}`}`, lines, at };
   if (lines.length) return { sign: "◷", tone: "warn", title: "Operations wait", lines, at: [] };
