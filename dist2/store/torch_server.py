@@ -9,7 +9,8 @@ would listen on all interfaces.
 
 torch's server ends with the last store in this process that uses it, though other processes may be connected.
 So `TorchServer` keeps one such store until no other client is connected, as `StoreServer` does.
-Clients are counted by the established connections of this process at the port. One that connects between the
+Clients are counted by the connections of this process at the port: the kernel's tables list those of the
+whole host, and take seconds where these are many. One that connects between the
 last count and the end would be cut off in its first requests, and ranks that meet again do connect at any
 time. So before the last count the kernel is told to drop packets for new connections: a client sends its
 request for one again after a second, and the server is gone then, or goes on.
@@ -27,6 +28,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from weakref import WeakSet
 
 import torch.distributed
@@ -39,9 +41,9 @@ _SHORTEST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.5
 _IDLE_PAUSE_S, _IDLE_LOOKS = 0.04, 4
 _FOREVER = timedelta(days=10_000)
-_ESTABLISHED = "01"
-_NOT_ACCEPTED = "0"
-"""In place of an inode: of a connection that the process has not accepted yet."""
+_LISTENING = 10
+_TCP_INFO = struct.Struct("B23xI")
+"""Of the answer to TCP_INFO: the state; of a listening socket, how many connections are to be accepted."""
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 """A filter of packets: the instruction that returns 0, the number of bytes to keep."""
@@ -93,7 +95,8 @@ class TorchServer:
     def connections(self) -> int:
         """How many clients are connected, without the stores that keep servers running."""
         keepers = [each for each in tuple(_servers) if each.port == self.port and each._store is not None]
-        return max(0, len(_accepted_at(self.port)[0]) - len(keepers))
+        peers, _, waiting = _accepted_at(self.port)
+        return max(0, len(peers) + waiting - len(keepers))
 
     def wait_until_idle(self, timeout_s: float) -> bool:
         """Wait until no client of another process is connected; False at the deadline.
@@ -103,8 +106,8 @@ class TorchServer:
         for _ in Deadline.after(timedelta(seconds=max(timeout_s, 0.001))).tries(
             _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S
         ):
-            peers, own = _accepted_at(self.port)
-            if self._store is None or not peers - own:
+            peers, own, waiting = _accepted_at(self.port)
+            if self._store is None or not (peers - own or waiting):
                 return True
         return False
 
@@ -156,26 +159,22 @@ class TorchServer:
                     return
 
 
-def _accepted_at(port: int) -> tuple[set[str], set[str]]:
-    """Return the peers of all connections that this process has accepted at a port, and its own addresses."""
-    lines: list[str] = []
-    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        with suppress(FileNotFoundError):  # no IPv6
-            lines += Path(table).read_text().splitlines()[1:]
-    inodes = {_NOT_ACCEPTED}  # read behind the tables: a connection there may be accepted in between
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # closed meanwhile
-            inodes.add(str(descriptor.stat().st_ino))
-    peers, own = set(), set()
-    for line in lines:
-        fields = line.split()
-        local, remote, state, inode = fields[1], fields[2], fields[3], fields[9]
-        if state != _ESTABLISHED or inode not in inodes:
-            continue
-        own.add(_end(local))
-        if int(local.rpartition(":")[2], 16) == port:
-            peers.add(_end(remote))
-    return peers, own
+def _accepted_at(port: int) -> tuple[set[str], set[str], int]:
+    """Return the peers of the connections that this process has accepted at a port, its own ends of all
+    connections, and the number of those at the port that it has yet to accept.
+    """
+    waiting, peers, own = 0, set(), set()
+    for _, copy in _tcp_sockets():
+        state, number = _TCP_INFO.unpack(copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
+        if state == _LISTENING and copy.getsockname()[1] == port:
+            waiting += number
+    for _, copy in _tcp_sockets():  # once more: it may have accepted one of them in between
+        with suppress(OSError):  # it has ended meanwhile
+            peer, end = copy.getpeername(), copy.getsockname()
+            own.add(_end(end))
+            if end[1] == port:
+                peers.add(_end(peer))
+    return peers, own, waiting
 
 
 @contextmanager
@@ -200,23 +199,24 @@ def _no_new_connections(port: int) -> Iterator[None]:
 
 def _sockets_at(port: int) -> list[int]:
     """Return the descriptors of TCP sockets of this process that are bound to a port."""
-    found = []
+    return [descriptor for descriptor, copy in _tcp_sockets() if copy.getsockname()[1] == port]
+
+
+def _tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
+    """Yield the descriptor of each TCP socket of this process, with a copy that is closed afterwards."""
     for entry in Path("/proc/self/fd").iterdir():
         descriptor = int(entry.name)
         with suppress(OSError):  # the descriptor that lists the folder is closed
             # Of a pipe, say, `socket` would not take the copy, which would stay open.
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 with socket.socket(fileno=os.dup(descriptor)) as copy:
-                    is_tcp = copy.type == socket.SOCK_STREAM and copy.family in _TCP
-                    if is_tcp and copy.getsockname()[1] == port:
-                        found.append(descriptor)
-    return found
+                    if copy.type == socket.SOCK_STREAM and copy.family in _TCP:
+                        yield descriptor, copy
 
 
-def _end(text: str) -> str:
-    """Return an end of a connection in one form, though a socket of IPv6 writes addresses of IPv4 longer."""
-    address, _, port = text.rpartition(":")
-    return f"{address[-8:]}:{port}"
+def _end(address: tuple[Any, ...]) -> str:
+    """Return an end of a connection in one form, though a socket of IPv6 has addresses of IPv4 longer."""
+    return f"{address[0].removeprefix('::ffff:')}:{address[1]}"
 
 
 _servers: WeakSet[TorchServer] = WeakSet()

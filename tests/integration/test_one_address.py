@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import time
 from collections.abc import Callable
@@ -23,7 +24,7 @@ import dist2.legacy
 from dist2.errors import RendezvousError
 from dist2.runtime.deadline import Deadline
 from dist2.store import torch_server
-from dist2.store.torch_server import _sockets_at
+from dist2.store.torch_server import _accepted_at, _sockets_at
 
 WORLD = 2
 LIMIT_S = 20.0
@@ -218,10 +219,26 @@ def test_torchs_store_is_used_where_rank_and_size_are_the_same(
         dist2.new_group("socket", timeout=LIMIT_S, rank=0, world_size=1)
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "::"])
+def test_a_connection_counts_before_and_after_it_is_accepted(host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family, dualstack_ipv6=":" in host) as listener:
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            end = "127.0.0.1:" + str(client.getsockname()[1])
+            select.select([listener], [], [], LIMIT_S)
+            peers, own, waiting = _accepted_at(port)
+            assert (peers, end in own, waiting) == (set(), True, 1)
+            with listener.accept()[0]:
+                peers, own, waiting = _accepted_at(port)
+                assert (peers, end in own, waiting) == ({end}, True, 0)
+    assert _accepted_at(port)[0] == set()
+
+
 def test_a_client_that_connects_while_a_server_ends_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     clients, looks, counted = list[dist2.TCPStore](), list[int](), torch_server._accepted_at
 
-    def count_and_connect(port: int) -> tuple[set[str], set[str]]:
+    def count_and_connect(port: int) -> tuple[set[str], set[str], int]:
         found = counted(port)
         looks.append(len(found[0]))
         if len(looks) == torch_server._IDLE_LOOKS:  # nobody is connected, for the last time that it asks
