@@ -32,24 +32,24 @@ def differing(calls: Calls) -> set[int]:
 
     Others may accuse a member that called the same as this rank: the accuser differs then. A member that is
     still at an earlier collective differs if this rank called that one differently; one that has gone on, as
-    the root of a broadcast does, only if it is accused. Where calls match but not the lengths of their parts,
-    both sides of such a part are returned.
+    the root of a broadcast does, only if it is accused and no other one differs. Where calls match but not the
+    lengths of their parts, both sides of such a part are returned.
     """
     others, mine = calls.described, calls.mine
     if any(each.call.sizes for each in (mine, *others.values())):
         return calls.offenders | {rank for rank, called in others.items() if called.call.sizes}
-    described = {rank for rank, called in others.items() if _differs(rank, called, calls)}
-    return described | (calls.offenders - others.keys())
+    ahead = {rank for rank, called in others.items() if is_behind(mine.call, called.call)}
+    here = {rank for rank in others.keys() - ahead if _differs(others[rank], calls)}
+    accused = {rank for rank in calls.offenders & ahead if others[rank].differs_from(mine)}
+    return here | (calls.offenders - others.keys()) or accused
 
 
-def _differs(rank: int, called: Called, calls: Calls) -> bool:
-    """Whether the call of a member is known to be another than this rank's."""
-    if is_behind(called.call, calls.mine.call):
-        own = calls.describe(called.seq, 0)  # the last one, if that is long ago
-        return called.seq > 0 and called.differs_from(own)
-    if is_behind(calls.mine.call, called.call) and rank not in calls.offenders:
-        return False  # it has gone on
-    return called.differs_from(calls.mine)
+def _differs(called: Called, calls: Calls) -> bool:
+    """Whether a call that is not ahead of this rank's is known to be another."""
+    if not is_behind(called.call, calls.mine.call):
+        return called.differs_from(calls.mine)
+    own = calls.describe(called.seq, 0)  # the last one, if that is long ago
+    return called.seq > 0 and called.differs_from(own)
 
 
 def explained(calls: Calls) -> MismatchError:
