@@ -32,8 +32,8 @@ def differing(calls: Calls) -> set[int]:
 
     Others may accuse a member that called the same as this rank: the accuser differs then. A member that is
     still at an earlier collective differs if this rank called that one differently; one that has gone on, as
-    the root of a broadcast does, only if it is accused and no other one differs. Where calls match but not the
-    lengths of their parts, both sides of such a part are returned.
+    the root of a broadcast does, only if it is accused and no other one differs. Where calls match but not
+    the lengths of their parts, both sides of such a part are returned.
     """
     others, mine = calls.described, calls.mine
     if any(each.call.sizes for each in (mine, *others.values())):
