@@ -31,17 +31,17 @@ def differing(calls: Calls) -> set[int]:
     """Return the members that are known to have called something else than this rank.
 
     Others may accuse a member that called the same as this rank: the accuser differs then. A member that is
-    still at an earlier collective differs if this rank called that one differently; one that has gone on, as
-    the root of a broadcast does, only if it is accused and no other one differs. Where calls match but not
-    the lengths of their parts, both sides of such a part are returned.
+    still at an earlier collective differs if this rank called that one differently. Those that have gone on,
+    as the root of a broadcast does, are named if no other one is: they differ from each other. Where calls
+    match but not the lengths of their parts, both sides of such a part are returned.
     """
     others, mine = calls.described, calls.mine
     if any(each.call.sizes for each in (mine, *others.values())):
         return calls.offenders | {rank for rank, called in others.items() if called.call.sizes}
     ahead = {rank for rank, called in others.items() if is_behind(mine.call, called.call)}
     here = {rank for rank in others.keys() - ahead if _differs(others[rank], calls)}
-    accused = {rank for rank in calls.offenders & ahead if others[rank].differs_from(mine)}
-    return here | (calls.offenders - others.keys()) or accused
+    there = {rank for rank in ahead if others[rank].differs_from(mine)}
+    return here | (calls.offenders - others.keys()) or there or ahead
 
 
 def _differs(called: Called, calls: Calls) -> bool:
