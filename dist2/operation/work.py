@@ -13,6 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -82,7 +83,7 @@ class Work(TorchWork):
     loop of asyncio or trio.
     """
 
-    __slots__ = ("_pending", "_process", "helper", "operation", "outputs")
+    __slots__ = ("_deliveries", "_pending", "_process", "helper", "operation", "outputs")
 
     helper: Callable[[int], None] | None
 
@@ -99,6 +100,7 @@ class Work(TorchWork):
         self._pending = pending
         if pending is not None:
             self._process = process.pid
+            self._deliveries: tuple[_Delivery, ...] = ()
 
     def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
         # `ends` is a default: when the interpreter ends, names of modules may be None by now.
@@ -161,6 +163,8 @@ class Work(TorchWork):
                 seq=self.operation.seq,
                 rank=signature.group.rank,
             )
+        for delivery in self._deliveries:
+            delivery.complete()
         pending.result()
         return True
 
@@ -284,7 +288,7 @@ class Work(TorchWork):
             return outputs
 
         delivered = done.then(deliver)
-        self.add_done_callback(lambda: done.set_result(None))
+        self._deliver(_Delivery(lambda: done.set_result(None), delivered))
         future = typed(delivered, outputs) if needs_type(outputs) else delivered
         helper = self.helper
         if helper is not None:
@@ -309,8 +313,14 @@ class Work(TorchWork):
             error = self.exception()
             result.set_result(0 if error is None else 1 if isinstance(error, OperationTimeoutError) else 3)
 
-        self.add_done_callback(tell)
+        self._deliver(_Delivery(tell, result))
         return result
+
+    def _deliver(self, delivery: _Delivery) -> None:
+        """Have a future be complete once the operation has ended, and before `wait` returns."""
+        if self._pending is not None:
+            self._deliveries = (*self._deliveries, delivery)
+        self.add_done_callback(delivery.complete)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call back when it ended: at once if it has, else from the thread that completes it.
@@ -380,6 +390,31 @@ def typed(
 @cache
 def _task() -> Any:
     return torch.jit.CompilationUnit(_TASK)
+
+
+class _Delivery:
+    """The completion of a future: by the thread that ends the operation, or by one that waited for it.
+
+    Args:
+        action: Completes it.
+        future: The future.
+    """
+
+    __slots__ = ("_action", "_future")
+
+    def __init__(self, action: Callable[[], None], future: torch.futures.Future[Any]) -> None:
+        self._action = [action]
+        self._future = future
+
+    def complete(self) -> None:
+        """Return when the future is complete; its callbacks may still run, in another thread."""
+        try:
+            action = self._action.pop()
+        except IndexError:  # another thread has begun to
+            with suppress(Exception):  # the operation's error
+                self._future.wait()
+        else:
+            action()
 
 
 def needs_type(outputs: Sequence[torch.Tensor]) -> bool:

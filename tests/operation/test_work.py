@@ -118,6 +118,31 @@ def test_a_failed_work_raises_its_error_each_time() -> None:
     assert other.get_future_result().wait() == 3
 
 
+def test_futures_are_complete_when_a_wait_returns() -> None:
+    """Though the thread that ends the operation has not come to them: it is in an earlier callback."""
+    work, done, tensor = pending()
+    waited = threading.Event()
+    work.add_done_callback(lambda: waited.wait(10) or None)
+    future, result = work.get_future(), work.get_future_result()
+    other = threading.Thread(target=done.set_result, args=[None])
+    other.start()
+    try:
+        assert work.wait()
+        assert future.value()[0] is tensor
+        assert result.value() == 0
+    finally:
+        waited.set()
+        other.join()
+
+
+def test_a_wait_in_a_callback_of_a_future_returns() -> None:
+    work, done, _ = pending()
+    called: list[bool] = []
+    work.get_future().then(lambda _: called.append(work.wait()))
+    done.set_result(None)
+    assert called == [True]
+
+
 def test_a_future_is_chained() -> None:
     work, done, tensor = pending()
     doubled = work.get_future().then(lambda future: future.value()[0] * 2)
