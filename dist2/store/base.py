@@ -67,10 +67,14 @@ class Store(TorchStore):
         # Kept as a default: when the interpreter ends, names of modules may be None by now.
         if self._closed or ends():
             return
-        if held_by_cpp(self):
+        if held_by_cpp(self) or not self._can_end():
             pinned.pin(self)
         else:
             self.close()
+
+    def _can_end(self) -> bool:
+        """Whether it may be closed now, by a garbage collection in whatever this thread does."""
+        return True
 
     def close(self) -> None:
         """Release the store's resources; later calls raise. May be called twice.

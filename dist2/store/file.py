@@ -108,6 +108,25 @@ Records = bytes
 """Records that a step adds, encoded one after the other."""
 
 
+class _Steps(threading.local):
+    """The steps that a thread runs: a garbage collection in one must not wait for its lock.
+
+    Attributes:
+        under_way: How many.
+    """
+
+    under_way = 0
+
+    def __enter__(self) -> None:
+        self.under_way += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.under_way -= 1
+
+
+_steps = _Steps()
+
+
 class SharedLog:
     """The keys of a file that several processes change.
 
@@ -178,7 +197,7 @@ class SharedLog:
         self.close()
 
     def _locked(self, kind: int, step: Callable[[], tuple[Records, _T]], deadline: Deadline) -> _T:
-        with self._lock:
+        with self._lock, _steps:
             try:
                 return self._run(kind, step, deadline)
             except StoreError:  # a timeout is an OSError as well
@@ -329,6 +348,9 @@ class FileStore(Store):
     def abandon(self) -> None:
         """In a forked child: let go of the parent's descriptor; the store opens the file anew."""
         self._log.abandon()
+
+    def _can_end(self) -> bool:
+        return not _steps.under_way  # which keep a file locked, perhaps this one
 
     def _release(self) -> None:
         if self._counted_in_process < 0:

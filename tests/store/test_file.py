@@ -19,7 +19,7 @@ from support.time_limits import in_time
 
 import dist2
 from dist2.errors import InvalidUsageError, StoreError, StoreTimeoutError
-from dist2.store.file import encode_deletion, encode_record, replay
+from dist2.store.file import REFERENCES, encode_deletion, encode_record, replay
 
 Make = Callable[[Path, int], Any]
 
@@ -104,6 +104,23 @@ def test_later_users_count(path: Path) -> None:
     assert store.get("left") == b"1"
     store.close()
     assert not path.exists()
+
+
+def test_a_store_that_is_dropped_while_its_file_is_locked_here_ends_later(path: Path) -> None:
+    """A garbage collection in a step of one store may find another one of the same file."""
+    store, dropped = ours(path), [ours(path)]
+
+    def step() -> tuple[bytes, None]:
+        dropped.clear()
+        return b"", None
+
+    start = time.monotonic()
+    store._log.update(step, store._deadline())
+    in_time(time.monotonic() - start, 1.0)  # it would wait 5 s for the lock that this thread has
+    ours(path).close()  # making a store ends those that were dropped
+    store._log.read(lambda: None, store._deadline())
+    assert store._log.values[REFERENCES] == b"1"
+    store.close()
 
 
 def test_closing_twice_counts_once(path: Path) -> None:
