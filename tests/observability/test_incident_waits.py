@@ -376,10 +376,11 @@ def test_the_policy_holds_where_no_incidents_are_wanted(policy: str, code: int, 
     variables["TMPDIR"] = str(tmp_path)
     ended = run([*warm_python(), CHILDREN, "-m", "dist2.run", "-n", "3", script], variables=variables)
     assert ended.code == code, ended
+    # Rank 1 may still be on its way into the call.
     words = (
-        f"GroupAbortedError: DIST2_ON_HANG={policy}, as the job waited: ranks 0, 1 are in dist2's new_group"
+        rf"GroupAbortedError: DIST2_ON_HANG={policy}, as the job waited: .*; rank 2: it has not registered "
     )
-    assert words in ended.errors, ended
+    assert re.search(words, ended.errors), ended
     assert "incident" not in ended.errors, ended
     assert not list(tmp_path.rglob("hang-*"))
 
