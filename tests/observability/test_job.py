@@ -87,6 +87,8 @@ def test_a_missing_rank_is_named_everywhere_while_it_is_missing(tenant: Tenant) 
             seen[f"mine{path}"] = get(mine, path)
         seen["metrics"] = observability.read_metrics(victim.url, victim.token)
         seen["desync"] = get(mine, "/desync?after_ms=100")[1]
+        for server in stage.servers.values():  # an answer may be a second old
+            until(lambda server=server: get(server, "/job")[1]["ranks"][0]["state"] == "waiting")
         seen["job"] = [get(server, "/job")[1] for server in stage.servers.values()]
         seen["stacks"] = get(victim, "/stacks?rank=2")[1]["ranks"]
 
