@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,11 @@ class Stage:
         self.all_there.wait(SOON_S)
 
 
+def is_waiting(server: observability.Server) -> bool:
+    """Whether rank 0 waits, by an answer about the job."""
+    return bool(get(server, "/job")[1]["ranks"][0]["state"] == "waiting")
+
+
 @pytest.mark.parametrize("tenant", TENANTS, ids=str)
 def test_a_missing_rank_is_named_everywhere_while_it_is_missing(tenant: Tenant) -> None:
     stage = Stage(3)
@@ -87,9 +93,10 @@ def test_a_missing_rank_is_named_everywhere_while_it_is_missing(tenant: Tenant) 
             seen[f"mine{path}"] = get(mine, path)
         seen["metrics"] = observability.read_metrics(victim.url, victim.token)
         seen["desync"] = get(mine, "/desync?after_ms=100")[1]
-        for server in stage.servers.values():  # an answer may be a second old
-            until(lambda server=server: get(server, "/job")[1]["ranks"][0]["state"] == "waiting")
-        seen["job"] = [get(server, "/job")[1] for server in stage.servers.values()]
+        servers = stage.servers.values()
+        for each in servers:  # an answer may be a moment old
+            until(partial(is_waiting, each))
+        seen["job"] = [get(server, "/job")[1] for server in servers]
         seen["stacks"] = get(victim, "/stacks?rank=2")[1]["ranks"]
 
     def body(pg: ProcessGroup) -> None:
