@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 import attrs
 import pytest
 import torch
-from support.ranks import TENANTS, Tenant
+from support.ranks import SOCKETS, Tenant
 
 from dist2 import PeerLostError, ProcessGroup
 from dist2.testing.ranks import RankFailed
@@ -92,12 +92,7 @@ class Episode:
             CALLS[name](pg, numel)
 
 
-TWO_HOSTS = Tenant("hosts", "socket", layout=(0, 1, 1, 0, 1))
-
-
-@pytest.mark.parametrize(
-    "tenant", [*(each for each in TENANTS if each.backend == "socket"), TWO_HOSTS], ids=str
-)
+@pytest.mark.parametrize("tenant", SOCKETS, ids=str)
 def test_all_name_who_left_first(tenant: Tenant) -> None:
     for seed in range(EPISODES):
         episode = Episode.of(seed)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import attrs
 import pytest
 import torch
-from support.ranks import TENANTS, Tenant
+from support.ranks import SOCKETS, Tenant
 
 from dist2 import MismatchError, ProcessGroup, ReduceOp
 
@@ -90,12 +90,7 @@ class Step:
         work.wait()
 
 
-TWO_HOSTS = Tenant("hosts", "socket", layout=(0, 1, 1, 0, 1))
-
-
-@pytest.mark.parametrize(
-    "tenant", [*(each for each in TENANTS if each.backend == "socket"), TWO_HOSTS], ids=str
-)
+@pytest.mark.parametrize("tenant", SOCKETS, ids=str)
 def test_the_rank_that_differs_is_named(tenant: Tenant) -> None:
     for seed in range(PROGRAMS):
         rng = random.Random(seed)
@@ -138,9 +133,7 @@ def test_the_rank_that_differs_is_named(tenant: Tenant) -> None:
             assert silent or str(error).partition(": ")[0].endswith(words), (seed, rank, words, error)
 
 
-@pytest.mark.parametrize(
-    "tenant", [*(each for each in TENANTS if each.backend == "socket"), TWO_HOSTS], ids=str
-)
+@pytest.mark.parametrize("tenant", SOCKETS, ids=str)
 def test_a_rank_that_went_on_names_the_rank_that_differed_before(tenant: Tenant) -> None:
     """The root of a broadcast waits for no one, and may be hundreds of calls ahead when it is told."""
 

@@ -22,7 +22,16 @@ from support import nccl_stubs, torch_plugins
 from support.host_device import HostDevice
 from support.time_limits import Late, blamed
 
-__all__ = ["TENANTS", "RankFailed", "Tenant", "host_platform", "nccl_tenants", "own_node", "run_ranks"]
+__all__ = [
+    "SOCKETS",
+    "TENANTS",
+    "RankFailed",
+    "Tenant",
+    "host_platform",
+    "nccl_tenants",
+    "own_node",
+    "run_ranks",
+]
 
 JOIN_S = 50.0
 
@@ -70,6 +79,11 @@ TENANTS: tuple[Tenant, ...] = (
     Tenant("gloo", "gloo", bitwise=False, complete=False),
     *nccl_tenants(),
 )
+SOCKETS: tuple[Tenant, ...] = (
+    *(each for each in TENANTS if each.backend == "socket"),
+    Tenant("hosts", "socket", layout=(0, 1, 1, 0, 1)),
+)
+"""Each transport, and two hosts, for up to five ranks."""
 
 
 @contextmanager

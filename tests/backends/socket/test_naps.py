@@ -82,9 +82,9 @@ class Pair:
         return seen.is_set()
 
 
-def made(own: memoryview, doorbell: Doorbell, slow_ns: int = 0) -> Arrivals:
+def made(own: memoryview, doorbell: Doorbell) -> Arrivals:
     rows = [(row.base, row.stride, row.count) for row in PIECES]
-    return Arrivals(0, own, doorbell, 1, 1 << 30, slow_ns, (0, 0), rows)
+    return Arrivals(0, own, doorbell, 1, 1 << 30, 0, (0, 0), rows)
 
 
 @pytest.fixture
