@@ -9,6 +9,9 @@ from __future__ import annotations
 import shutil
 import tempfile
 import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +22,8 @@ CALLS = ".calls.csv"
 OPERATIONS = ".operations.csv"
 """Suffixes of the two files of a segment."""
 Folder = Path | zipfile.Path
+UNREADABLE = (OSError, RuntimeError, zipfile.BadZipFile, zlib.error)
+"""What a file of a folder raises that cannot be read; in a zip, which may be broken or have a password."""
 
 _CALL_COLUMNS = (
     "{'call': 'BIGINT', 'rank': 'BIGINT', 'host': 'VARCHAR', 'pid': 'BIGINT', 'uid': 'VARCHAR', "
@@ -70,19 +75,27 @@ def fill_from_log(database: DuckDBPyConnection, folder: Folder) -> None:
         folder: The log: that of one process, or of all of a job; perhaps in a zip.
 
     Raises:
-        OSError, RuntimeError, zipfile.BadZipFile, zlib.error: The zip is broken, or has a password.
+        OSError, RuntimeError, zipfile.BadZipFile, zlib.error: As `UNREADABLE`.
     """
-    with tempfile.TemporaryDirectory() as unpacked:
-        if isinstance(folder, zipfile.Path):  # which DuckDB does not read
-            for each in folder.iterdir():
-                if each.name.endswith((CALLS, OPERATIONS)):
-                    with each.open("rb") as source, Path(unpacked, each.name).open("wb") as target:
-                        shutil.copyfileobj(source, target)
-            folder = Path(unpacked)
-        where = str(folder).replace("'", "''")
+    with _unpacked(folder) as path:
+        where = str(path).replace("'", "''")
         for name, suffix, columns in (
             ("calls", CALLS, _CALL_COLUMNS),
             ("logged", OPERATIONS, _OPERATION_COLUMNS),
         ):
             database.execute(_READ.format(name=name, folder=where, suffix=suffix, columns=columns))
     database.execute(_TABLES)
+
+
+@contextmanager
+def _unpacked(folder: Folder) -> Iterator[Path]:
+    """Yield a folder whose files DuckDB can read: of a zip, one with the files of the log."""
+    if isinstance(folder, Path):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as path:
+        for each in folder.iterdir():
+            if each.name.endswith((CALLS, OPERATIONS)):
+                with each.open("rb") as source, Path(path, each.name).open("wb") as target:
+                    shutil.copyfileobj(source, target)
+        yield Path(path)

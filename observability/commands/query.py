@@ -6,8 +6,6 @@ import csv
 import json
 import sys
 import tempfile
-import zipfile
-import zlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +19,7 @@ from observability.commands.control_plane import ControlPlane, NoAnswerError, ad
 from observability.commands.ending import end_unanswered
 from observability.incidents.reading import Incident, NoIncidentError, place_of
 from observability.job.tables import TABLES, Row, tables_of
-from observability.operation_files import Folder, fill_from_log, is_operation_log
+from observability.operation_files import UNREADABLE, Folder, fill_from_log, is_operation_log
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -76,7 +74,7 @@ def query(
         if log is not None:
             try:
                 fill_from_log(database, log)
-            except (OSError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+            except UNREADABLE as error:
                 end_without_answer(NoAnswerError(f"{url}: {error}"))
         try:
             found = database.execute(sql)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import zipfile
-import zlib
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from observability.incidents import folders
 from observability.job.answer import NO_PART, Answer
 from observability.job.diagnosis import diagnose
 from observability.job.documents import job_document, stack_rows
-from observability.operation_files import Folder, is_operation_log
+from observability.operation_files import UNREADABLE, Folder, is_operation_log
 
 AFTER_S = 0.0
 """Operations of any age count: a rank that failed was inside."""
@@ -178,5 +177,5 @@ def _parts(path: Folder, kind: str) -> dict[int, dict[str, Any]]:
 def _json(path: Folder) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, KeyError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error):  # none, or broken
+    except (*UNREADABLE, KeyError, ValueError):  # none, or broken
         return None
