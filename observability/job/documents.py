@@ -62,8 +62,7 @@ def _row(rank: int, answer: Answer, found: Diagnosis, waiting: Collection[int]) 
     state = answer.state
     if state is None:
         host = {"host": answer.host} if answer.host else {}
-        told = {"silence": answer.why_silent, "process": answer.outside}
-        return {**common, **host, "state": "silent", **told}
+        return {**common, **host, "state": "silent", "silence": answer.why_silent, "process": answer.outside}
     return {
         **common,
         "state": _condition(rank, state, found, waiting),

@@ -140,16 +140,16 @@ class Outside:
             error: The failure as another library reported it; the cause of the returned one.
             deadline_ns: When to give up, if that is sooner.
         """
-        told = error
+        cause = error
         try:
             self.wait(lambda: False, min(deadline_ns, monotonic_ns() + _HEAR_NS))
         except OperationTimeoutError:
-            told = self._endpoint.gone() or error  # left after it had called the operation
+            cause = self._endpoint.gone() or error  # left after it had called the operation
         except Dist2Error as failure:
-            told = failure
-        if told is not error:
-            told.__cause__ = error
-        return told
+            cause = failure
+        if cause is not error:
+            cause.__cause__ = error
+        return cause
 
     def wait(
         self,
