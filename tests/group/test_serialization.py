@@ -115,6 +115,13 @@ class Custom:
     pass
 
 
+def without_memory(nbytes: int) -> torch.Tensor:
+    """Return a tensor of four floats whose storage has been made smaller."""
+    tensor = torch.ones(4)
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
 Point = namedtuple("Point", "x")
 endless: list[Any] = []
 endless.append(endless)
@@ -133,6 +140,8 @@ for _ in range(MAX_DEPTH + 1):
         ([defaultdict(Custom)], r"obj\[0\] cannot travel safely: a defaultdict of .*Custom"),
         (defaultdict(list, a=Custom()), r"obj\['a'\] cannot travel safely: type Custom"),
         ((1, {2: {Point(3)}}), r"obj\[1\]\[2\]\[0\] cannot travel safely: type Point"),
+        ([without_memory(0)], r"obj\[0\] cannot travel safely: a tensor without memory"),
+        ([without_memory(8)], r"obj\[0\] cannot travel safely: a tensor without memory"),
         (torch.ones(2).to_sparse(), "obj cannot travel safely: a tensor that is torch.sparse_coo"),
         ([torch.ones(2, device="meta")], r"obj\[0\] cannot travel safely: a tensor .* on meta"),
         (torch.nn.Parameter(torch.ones(2).to_sparse()), "a tensor that is torch.sparse_coo"),

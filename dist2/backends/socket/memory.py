@@ -2,6 +2,7 @@
 """Raw memory of tensors: addresses, and views on shared memory.
 
 Tensors that outlive a call are made outside of inference mode: those made in it cannot be written to outside.
+All are made outside of the modes and transforms of the caller, which may return tensors without memory.
 """
 
 from __future__ import annotations
@@ -14,16 +15,19 @@ from cython.cimports.cpython.buffer import PyBUF_WRITE
 from cython.cimports.cpython.memoryview import PyMemoryView_FromMemory
 
 from dist2.runtime.built import check_built
+from dist2.runtime.torch_modes import outside_modes
 
 check_built(__name__, __file__)
 
 
+@outside_modes
 @torch.inference_mode(False)
 def room_of(nbytes: int) -> torch.Tensor:
     """Return new memory."""
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
+@outside_modes
 @torch.inference_mode(False)
 def tensor_at(address: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
     """Return a flat tensor over memory that is mapped at an address. Keep the mapping alive."""
