@@ -21,7 +21,6 @@ from dist2.group.serialization import decode, encode, refusal
 from dist2.operation.runner import Timeout
 from dist2.operation.signature import GroupInfo
 from dist2.runtime.arguments import check_rank
-from dist2.runtime.torch_modes import outside_modes
 
 Tensor = torch.Tensor
 
@@ -36,7 +35,6 @@ class ObjectCollectives(Collectives, PointToPoint):
     _refuse: Callable[[BaseException], None]
     """Revokes the group because of an error that the other ranks cannot see."""
 
-    @outside_modes
     def all_gather_object(
         self, obj: object, *, allow_pickle: bool = False, timeout: Timeout = None
     ) -> list[Any]:
@@ -65,7 +63,6 @@ class ObjectCollectives(Collectives, PointToPoint):
             raise refused
         return [self._decoded(each, rank, allow_pickle) for rank, each in enumerate(buffers)]
 
-    @outside_modes
     def gather_object(
         self, obj: object, root: int = 0, *, allow_pickle: bool = False, timeout: Timeout = None
     ) -> list[Any] | None:
@@ -99,7 +96,6 @@ class ObjectCollectives(Collectives, PointToPoint):
         cut = (buffer[:size] for buffer, size in zip(buffers, sizes, strict=True))
         return [self._decoded(each, rank, allow_pickle) for rank, each in enumerate(cut)]
 
-    @outside_modes
     def broadcast_object(
         self, obj: object = None, root: int = 0, *, allow_pickle: bool = False, timeout: Timeout = None
     ) -> Any:
@@ -129,7 +125,6 @@ class ObjectCollectives(Collectives, PointToPoint):
             raise refused
         return obj if at_root else self._decoded(content, root, allow_pickle)
 
-    @outside_modes
     def scatter_object(
         self,
         objects: Sequence[object] | None = None,
@@ -172,7 +167,6 @@ class ObjectCollectives(Collectives, PointToPoint):
                 raise refused
         return given[root] if at_root else self._decoded(buffer[:size], root, allow_pickle)
 
-    @outside_modes
     def send_object(
         self, obj: object, dst: int, tag: int = 0, *, allow_pickle: bool = False, timeout: Timeout = None
     ) -> None:
@@ -199,7 +193,6 @@ class ObjectCollectives(Collectives, PointToPoint):
             self.send(torch.tensor([content.numel()], device="cpu"), dst, tag, timeout=timeout)
             self.send(content, dst, tag, timeout=timeout)
 
-    @outside_modes
     def recv_object(
         self,
         src: int | None = None,

@@ -17,7 +17,6 @@ from dist2.operation.kinds import OpKind, Reduction
 from dist2.operation.plan_cache import Arguments, Plan
 from dist2.operation.signature import Signature, TensorMeta
 from dist2.runtime.arguments import check_rank
-from dist2.runtime.torch_modes import outside_modes
 
 
 class Planning(GroupParts):
@@ -51,7 +50,6 @@ class Planning(GroupParts):
         )
         return self._runner.add_plan(signature, agreed, inputs, outputs)
 
-    @outside_modes
     def _plan_all_to_all_single(
         self,
         output: torch.Tensor,

@@ -16,12 +16,10 @@ from dist2.operation.kinds import ReduceKind, Reduction
 from dist2.operation.runner import Timeout
 from dist2.operation.validation import check_device
 from dist2.operation.work import Work
-from dist2.runtime.torch_modes import outside_modes
 
 _SUMS = (ReduceKind.SUM, ReduceKind.AVG)
 
 
-@outside_modes
 def all_reduce_sparse(pg: Any, tensor: torch.Tensor, reduction: Reduction, timeout: Timeout) -> Work:
     """Add the sparse tensors of all ranks; every rank's tensor becomes the result, which is coalesced.
 

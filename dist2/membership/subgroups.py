@@ -17,7 +17,6 @@ from dist2.operation.runner import Timeout
 from dist2.operation.work import Work
 from dist2.runtime.arguments import as_int, check_names, check_ranks, check_store
 from dist2.runtime.deadline import seconds
-from dist2.runtime.torch_modes import outside_modes
 from dist2.store import PrefixStore
 
 Opener = Callable[[GroupSpec], object]
@@ -69,7 +68,6 @@ class Subgroups(GroupParts):
         chosen = check_ranks(ranks, "ranks", self.info.world_size)
         return self._subgroup(chosen, "split", timeout, name, desc)
 
-    @outside_modes
     def split_by(
         self,
         color: int | None,

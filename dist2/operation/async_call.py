@@ -19,7 +19,6 @@ from dist2.runtime.built import check_built
 from dist2.runtime.completion import Completion
 from dist2.runtime.deadline import FOREVER_NS, PAST_NS
 from dist2.runtime.signals import await_end
-from dist2.runtime.torch_modes import outside_modes
 
 if TYPE_CHECKING:
     from dist2.operation.runner import OperationRunner
@@ -130,7 +129,7 @@ class AsyncCall:
         if not self._operation.is_async:
             helper = work.helper
             if helper is not None:
-                outside_modes(helper)(FOREVER_NS)
+                helper(FOREVER_NS)
             await_end(self, FOREVER_NS)
             self.result()
         return work

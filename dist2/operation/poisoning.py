@@ -14,7 +14,6 @@ import torch
 
 from dist2.operation.kinds import OpKind
 from dist2.operation.signature import Signature
-from dist2.runtime.torch_modes import outside_modes
 
 _NAN = float("nan")
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -51,7 +50,6 @@ _IN_PLACE_INPUTS = frozenset(
 Tensors = Sequence[torch.Tensor]
 
 
-@outside_modes
 def poison_outputs(signature: Signature, inputs: Tensors, outputs: Tensors) -> None:
     """Fill the outputs of a failed operation with the poison of their dtype.
 

@@ -30,7 +30,6 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import get_ident
-from types import BuiltinMethodType
 from typing import Any, NoReturn
 
 import cython
@@ -55,7 +54,7 @@ from dist2.operation.failures import locate, name_operation, own
 from dist2.operation.host_staging import is_staged, through_host
 from dist2.operation.instruments import Dispatch, dispatch
 from dist2.operation.kinds import OpKind
-from dist2.operation.plan_cache import Lane, Plan, Plans
+from dist2.operation.plan_cache import Plan, Plans
 from dist2.operation.poisoning import poison_outputs
 from dist2.operation.queue import CollectiveQueue, refuse_to_wait
 from dist2.operation.record import Operation
@@ -68,7 +67,6 @@ from dist2.runtime.code_marks import folders_of, library
 from dist2.runtime.completion import Completion
 from dist2.runtime.deadline import PAST_NS, deadline_in, seconds
 from dist2.runtime.signals import await_end
-from dist2.runtime.torch_modes import outside_modes
 
 check_built(__name__, __file__)
 
@@ -198,7 +196,6 @@ class OperationRunner:
 
     # From the call to the backend
 
-    @outside_modes
     def add_plan(self, signature: Signature, agreed: Hashable, inputs: Tensors, outputs: Tensors) -> Plan:
         """Have the backend plan the first call of a signature; keep the plan for later calls like it."""
         prepare = self.backend.plan_plain if self.plans.plain(inputs, outputs) else self.backend.plan
@@ -210,8 +207,6 @@ class OperationRunner:
         execute = on_copies(execute, signature, read, written)
         if read is not inputs or written is not outputs:
             execute = always_on(execute, read, written)  # bound to these tensors, so never cached
-        if not isinstance(execute, Lane | BuiltinMethodType):  # in those, what calls torch looks after that
-            execute = outside_modes(execute)
         plan = Plan(signature, execute)
         self.plans.keep(signature.kind, agreed, inputs, outputs, plan)
         return plan

@@ -31,7 +31,6 @@ from dist2.runtime.completion import Completion
 from dist2.runtime.cpp_ownership import Pins, held_by_cpp, layout_is_known
 from dist2.runtime.deadline import FOREVER_NS, PAST_NS, deadline_in, seconds
 from dist2.runtime.signals import OnCtrlC, await_end, on_ctrl_c
-from dist2.runtime.torch_modes import outside_modes
 from dist2.runtime.torch_versions import BINDING
 
 _NO_LIMIT = timedelta(0)
@@ -147,7 +146,7 @@ class Work(TorchWork):
         end_ns = FOREVER_NS if limit_s is None else deadline_in(limit_s)
         helper = self.helper  # read once: the thread that completes the operation clears it
         if helper is not None and not pending.done():
-            outside_modes(helper)(min(end_ns, self.operation.deadline_ns))
+            helper(min(end_ns, self.operation.deadline_ns))
         if not pending.done() and not self.operation.started_ns:
             refuse_to_wait(self.operation)
         if not await_end(pending, end_ns):

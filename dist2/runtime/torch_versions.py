@@ -8,7 +8,6 @@ private name is gone, there is something in its place: a public way, or the word
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
 from types import CodeType, SimpleNamespace
@@ -213,28 +212,3 @@ def time_estimator(pg: object, device: torch.device) -> Any:
     if made is None:
         raise NotImplementedError(f"torch {torch.__version__} does not estimate times")
     return made(pg, device)
-
-
-def _nothing() -> None:
-    return None
-
-
-in_dispatch_mode: Callable[[], object] = getattr(torch._C, "_len_torch_dispatch_stack", _nothing)
-"""Returns how many modes see the operations of this thread; None where that is not known."""
-in_transform: Callable[[], object] = getattr(
-    getattr(torch._C, "_functorch", None), "peek_interpreter_stack", _nothing
-)
-"""Returns the innermost transform of `torch.func` that this thread is in; None in none."""
-without_dispatch_modes: Callable[[], AbstractContextManager[object]] = getattr(
-    import_module("torch.utils._python_dispatch"), "_disable_current_modes", nullcontext
-)
-"""Returns a block in which no mode sees the operations of this thread."""
-
-
-def without_transforms() -> AbstractContextManager[object]:
-    """Return a block outside of the transforms of `torch.func` that this thread is in."""
-    if in_transform() is None:
-        return nullcontext()
-    functorch = import_module("torch._functorch.pyfunctorch")  # imports much, and is there already
-    left: AbstractContextManager[object] = functorch.temporarily_clear_interpreter_stack()
-    return left

@@ -20,7 +20,6 @@ from dist2.backends.socket.transport.boards.exposed import Exposed
 from dist2.backends.socket.transport.boards.recall import Recall
 from dist2.operation import engine
 from dist2.operation.record import Operation
-from dist2.runtime.torch_modes import outside_modes
 
 NEXT: int = engine.NEXT
 RETRY: int = engine.RETRY
@@ -93,7 +92,6 @@ class FoldByTorch:
     dtype: torch.dtype
     numel: int
 
-    @outside_modes
     def do(self, host: Host, operation: Operation, script: Script, at: int) -> int:
         target, *sources = [tensor_at(each, self.dtype, self.numel) for each in script.addresses(at)]
         self.function(target, sources)

@@ -2,7 +2,7 @@
 """Raw memory of tensors: addresses, and views on shared memory.
 
 Tensors that outlive a call are made outside of inference mode: those made in it cannot be written to outside.
-All are made outside of the modes and transforms of the caller, which may return tensors without memory.
+In a mode that makes tensors without memory, such as ``FakeTensorMode``, none can be made.
 """
 
 from __future__ import annotations
@@ -14,27 +14,35 @@ import torch
 from cython.cimports.cpython.buffer import PyBUF_WRITE
 from cython.cimports.cpython.memoryview import PyMemoryView_FromMemory
 
+from dist2.errors import InvalidUsageError
 from dist2.runtime.built import check_built
-from dist2.runtime.torch_modes import outside_modes
 
 check_built(__name__, __file__)
 
 
-@outside_modes
 @torch.inference_mode(False)
 def room_of(nbytes: int) -> torch.Tensor:
     """Return new memory."""
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    return _with_memory(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
 
 
-@outside_modes
 @torch.inference_mode(False)
 def tensor_at(address: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
     """Return a flat tensor over memory that is mapped at an address. Keep the mapping alive."""
     if numel == 0:
         return torch.empty(0, dtype=dtype, device="cpu")
     memory = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype)
+    return _with_memory(torch.frombuffer(memory, dtype=dtype))
+
+
+def _with_memory(made: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that was made, unless a mode of the caller's has put another in its place."""
+    if type(made) is not torch.Tensor:
+        raise InvalidUsageError(
+            f"a mode of torch makes tensors that are no memory ({type(made).__name__}): call operations of "
+            "tensors with memory outside of it"
+        )
+    return made
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
