@@ -147,8 +147,7 @@ class Collectives(Planning):
         tensors = (tensor,)
         plan = self._plans.find(_BROADCAST, root, tensors, tensors)
         if plan is None:
-            tensor = self._check(tensor, "tensor", written=root != self.info.rank)
-            tensors = (check.check_writable(tensor, "tensor"),)
+            tensors = (self._check(tensor, "tensor", written=root != self.info.rank),)
             plan = self._plan(_BROADCAST, root, tensors, tensors, root=self._check_root(root))
         return self._run(plan, tensors, tensors, async_op, timeout)
 

@@ -101,12 +101,17 @@ def check_apart(tensors: Tensors, argument: str) -> None:
 def on_copies(execute: Execute, signature: Signature, inputs: Tensors, outputs: Tensors) -> Execute:
     """Return a function that runs a call on copies of the inputs that its outputs would overwrite.
 
+    So does the root of a broadcast with a tensor whose elements are not in order: its backend may write what
+    it sent to the tensor, whose elements may share memory.
+
     Args:
         execute: Runs calls whose outputs cover no input, except where it is in the result.
         signature: The call's signature.
-            inputs: The inputs of a typical call.
-            outputs: The outputs of that call.
+        inputs: The inputs of a typical call.
+        outputs: The outputs of that call.
     """
+    if signature.kind is OpKind.BROADCAST and signature.root == signature.group.rank:
+        return execute if inputs[0].is_contiguous() else _of_contiguous(execute)
     in_place = outputs is inputs and signature.kind is not OpKind.ALL_TO_ALL
     found = () if in_place else overlaps(inputs, outputs)
     overwritten = {each.input for each in found if not _stays(each, signature, inputs, outputs)}
@@ -116,6 +121,16 @@ def on_copies(execute: Execute, signature: Signature, inputs: Tensors, outputs: 
     def run(operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | Helped | None:
         kept = [each.detach().clone() if i in overwritten else each for i, each in enumerate(inputs)]
         return execute(operation, kept, outputs)
+
+    return run
+
+
+def _of_contiguous(execute: Execute) -> Execute:
+    """Return a function that runs a call in place on a contiguous copy of its tensor."""
+
+    def run(operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | Helped | None:
+        copies = [inputs[0].detach().contiguous()]
+        return execute(operation, copies, copies)
 
     return run
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -320,5 +323,35 @@ def test_factors_that_integers_cannot_hold_are_refused_before_anything_is_sent(t
             fitting = torch.ones(2).to(dtype)
             pg.all_reduce(fitting, premul_sum(60))
             assert fitting.tolist() == [120, 120]
+
+    run_ranks(2, body, tenant)
+
+
+@pytest.mark.parametrize("tenant", [*TENANTS, Tenant("gloo", "gloo")], ids=str)
+def test_the_root_of_a_broadcast_only_reads_its_tensor(tenant: Tenant) -> None:
+    with tempfile.TemporaryFile() as file:
+        file.write(bytes(range(64)))
+        file.flush()
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # a write to it ends the process
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of memory that cannot be written to
+            read_only = torch.frombuffer(mapped, dtype=torch.int32)
+    sent = {
+        "read-only": read_only,
+        "read-only, strided": read_only.view(4, 4).t(),
+        "expanded": torch.tensor([7]).expand(5),
+        "expanded rows": torch.arange(3).expand(2, 3),
+        "strided": torch.arange(12.0).view(3, 4).t(),
+    }
+
+    def body(pg: ProcessGroup) -> None:
+        for name, tensor in sent.items():
+            for async_op in (False, True):
+                got = tensor if pg.rank() == 0 else torch.zeros(tensor.shape, dtype=tensor.dtype)
+                pg.broadcast(got, 0, async_op=async_op).wait()
+                assert got.equal(tensor), name
+        shared = torch.zeros(1).expand(3)
+        with pytest.raises(InvalidUsageError, match="tensor is written to, but its elements share memory"):
+            pg.broadcast(shared, 1 - pg.rank())
 
     run_ranks(2, body, tenant)
