@@ -10,7 +10,7 @@ import torch
 from support.ranks import SOCKETS, Tenant, run_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dist2 import InvalidUsageError, ProcessGroup
+from dist2 import Dist2Error, InvalidUsageError, ProcessGroup
 
 TENANTS = (*SOCKETS, Tenant("gloo", "gloo"))
 ON_ALL = pytest.mark.parametrize("tenant", TENANTS, ids=str)
@@ -30,10 +30,30 @@ def test_memory_made_in_a_mode_is_not_used(tenant: Tenant, numel: int) -> None:
 
     said = run_ranks(2, body, tenant)
     ours, of_torch = (
-        "a mode of torch makes tensors that are no memory (FakeTensor)",
+        "a mode or transform of torch makes tensors that are no memory (FakeTensor",
         "convert all Tensors to FakeTensors",
     )
     assert all(not each or ours in each or of_torch in each for each in said), said
+
+
+@pytest.mark.parametrize("tenant", SOCKETS, ids=str)
+@pytest.mark.parametrize("numel", [6, 100_000])
+def test_memory_made_in_a_transform_is_not_used(tenant: Tenant, numel: int) -> None:
+    def body(pg: ProcessGroup) -> None:
+        tensor = torch.full((numel,), pg.rank() + 1.0)
+
+        def call(other: torch.Tensor) -> torch.Tensor:
+            pg.all_reduce(tensor)
+            return other + 1
+
+        try:
+            torch.func.functionalize(call)(torch.ones(2))
+        except Dist2Error as error:
+            assert "makes tensors that are no memory" in str(error)
+        else:
+            assert torch.equal(tensor, torch.full((numel,), 3.0))
+
+    run_ranks(2, body, tenant)
 
 
 @ON_ALL

@@ -2,7 +2,7 @@
 """Raw memory of tensors: addresses, and views on shared memory.
 
 Tensors that outlive a call are made outside of inference mode: those made in it cannot be written to outside.
-In a mode that makes tensors without memory, such as ``FakeTensorMode``, none can be made.
+In a mode or transform that makes tensors without memory, such as ``FakeTensorMode``, none can be made.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from cython.cimports.cpython.buffer import PyBUF_WRITE
 from cython.cimports.cpython.memoryview import PyMemoryView_FromMemory
 
 from dist2.errors import InvalidUsageError
+from dist2.operation.storage import has_no_storage
 from dist2.runtime.built import check_built
 
 check_built(__name__, __file__)
@@ -36,10 +37,11 @@ def tensor_at(address: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
 
 
 def _with_memory(made: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that was made, unless a mode of the caller's has put another in its place."""
-    if type(made) is not torch.Tensor:
+    """Return a tensor that was made, unless a mode or transform of the caller made one without memory."""
+    if type(made) is not torch.Tensor or not made.is_cpu or has_no_storage(made):
+        kind = f"{type(made).__name__} on {made.device}"
         raise InvalidUsageError(
-            f"a mode of torch makes tensors that are no memory ({type(made).__name__}): call operations of "
+            f"a mode or transform of torch makes tensors that are no memory ({kind}): call operations of "
             "tensors with memory outside of it"
         )
     return made
