@@ -194,6 +194,7 @@ class Ranks:
     def _stop(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
         for process in processes:
             process.terminate()
+            process.send_signal(signal.SIGCONT)  # a process that is stopped handles no other signal
         deadline_ns = deadline_in(GRACE_S)
         for process in processes:
             with suppress(subprocess.TimeoutExpired):

@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Set
 from pathlib import Path
 
 from dist2.errors import GroupAbortedError
@@ -33,7 +34,7 @@ from observability.job.state import HISTORY
 EXIT_CODE = 86
 """Exit code of a rank that ``DIST2_ON_HANG=exit`` ends."""
 OTHERS_S = 10.0
-"""How long the other ranks may take to write their parts."""
+"""How long the other ranks may take to write their parts; one that has just been silent has `RANK_S`."""
 EXPLAINS_S = 30.0
 """How long failures are explained by the wait that the policy ends."""
 
@@ -88,13 +89,14 @@ class HangRecorder:
             "why": found.summary,
             "then": self._policy,
         }
-        self._ask_all({**request, "acts": False})
+        silent = {rank for rank, answer in answers.items() if answer.state is None}
+        self._ask_all({**request, "acts": False}, silent)
         if self._policy != "observe":
-            self._ask_all({**request, "acts": True})
+            self._ask_all({**request, "acts": True}, silent)
 
-    def _ask_all(self, request: dict[str, object]) -> None:
+    def _ask_all(self, request: dict[str, object], silent: Set[int]) -> None:
         """Have all ranks take part, this one last."""
-        self._member.ask_others("/job/incident", request, OTHERS_S)
+        self._member.ask_others("/job/incident", request, OTHERS_S, silent)
         self.take_part(request, is_told=False)
 
     def _written(

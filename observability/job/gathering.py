@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -78,13 +78,22 @@ class Gatherer:
         return found
 
     def each(
-        self, entries: Iterable[Entry], path: str, body: Mapping[str, Any], limit_s: float
+        self,
+        entries: Iterable[Entry],
+        path: str,
+        body: Mapping[str, Any],
+        limit_s: float,
+        silent: Container[int] = (),
     ) -> dict[int, Any]:
-        """Send one request to each rank, not over the tree; return its answer, or the error in words."""
+        """Send one request to each rank, not over the tree; return its answer, or the error in words.
+
+        Ranks that were silent a moment ago have `RANK_S` only: a slow one acts on the request later.
+        """
 
         def ask(entry: Entry) -> Any:
+            timeout_s = min(limit_s, RANK_S) if entry.rank in silent else limit_s
             try:
-                text = self.asker.ask(entry.url + path, self.token, body=dict(body), timeout_s=limit_s)
+                text = self.asker.ask(entry.url + path, self.token, body=dict(body), timeout_s=timeout_s)
                 return json.loads(text)
             except HTTPError as error:
                 error.close()

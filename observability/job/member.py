@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -332,10 +332,19 @@ class Member:
             answers = self.everyone(limit_s, stacks=True)
         return [row for row in stack_rows(answers) if wanted in (None, row["rank"])]
 
-    def ask_others(self, path: str, body: Mapping[str, Any], limit_s: float = 5.0) -> dict[int, Any]:
-        """Send a request to all other ranks; return the answer of each, or its error in words."""
+    def ask_others(
+        self, path: str, body: Mapping[str, Any], limit_s: float = 5.0, silent: Container[int] = ()
+    ) -> dict[int, Any]:
+        """Send a request to all other ranks; return the answer of each, or its error in words.
+
+        Args:
+            path: Of the request.
+            body: Of the request.
+            limit_s: How long a rank may take to answer.
+            silent: Ranks that did not answer a moment ago: they are not waited for so long.
+        """
         entries = [entry for rank, entry in self.directory.entries.items() if rank != self.rank]
-        return self._gatherer.each(entries, path, body, limit_s)
+        return self._gatherer.each(entries, path, body, limit_s, silent)
 
     # Operations that wait
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,36 @@ def test_a_rank_that_is_killed_is_named_with_the_signal(tmp_path: Path) -> None:
         128 + signal.SIGKILL,
         "rank 0 was killed by SIGKILL; the other ranks were stopped",
     )
+
+
+STOPPED = """
+import os, signal, sys
+from pathlib import Path
+
+def end(number, frame):
+    Path(sys.argv[2]).write_text("in good order")
+    sys.exit()
+
+if os.environ["RANK"] == "0":
+    signal.signal(signal.SIGTERM, end)
+    Path(sys.argv[1]).write_text(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+    signal.pause()
+while not (path := Path(sys.argv[1])).exists() or not path.read_text():
+    pass
+while Path(f"/proc/{path.read_text()}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+    pass
+sys.exit(3)
+"""
+
+
+def test_a_rank_that_is_stopped_ends_in_good_order(tmp_path: Path) -> None:
+    program = written(tmp_path, STOPPED)
+    # Of a warm interpreter the launcher would stop its client.
+    arguments = [sys.executable, "-m", "dist2.run", "-n", "2", program, tmp_path / "pid", tmp_path / "end"]
+    ended = run(arguments)
+    assert ended.code == 3, ended
+    assert (tmp_path / "end").read_text() == "in good order"
 
 
 def test_a_signal_ends_all(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from dist2.runtime.other_process import Process
 from observability.client import Asker
-from observability.job.answer import Answer
+from observability.job.answer import RANK_S, Answer
 from observability.job.directory import Entry
 from observability.job.fan_out import ask_each
 from observability.job.gathering import FAN_OUT, Gatherer, read_request
@@ -148,3 +148,21 @@ def test_an_error_of_a_request_is_raised_whatever_its_type(error: type[Exception
 
     with pytest.raises(error):
         ask_each(range(40), ask)
+
+
+def test_ranks_that_were_silent_have_less_time_for_the_next_request() -> None:
+    class Asked(Asker):
+        def __init__(self) -> None:
+            super().__init__()
+            self.limits: dict[str, float] = {}
+
+        def ask(
+            self, url: str, token: str | None = None, *, body: object = None, timeout_s: float = 5.0
+        ) -> bytes:
+            self.limits[url] = timeout_s
+            return b"{}"
+
+    asker = Asked()
+    answers = Gatherer(asker, "token", HERE).each(ENTRIES[:2], "/acts", {}, 10.0, silent={2})
+    assert answers == {1: {}, 2: {}}
+    assert asker.limits == {"http://1.example/acts": 10.0, "http://2.example/acts": RANK_S}

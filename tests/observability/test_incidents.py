@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -326,16 +326,21 @@ class Asked:
 
     rank = 0
 
-    def __init__(self) -> None:
+    def __init__(self, answers: dict[int, Answer] | None = None) -> None:
         self.asked = threading.Semaphore(0)
         self.requests: list[dict[str, Any]] = []
+        self.silent: list[Container[int]] = []
+        self._answers = answers or {}
 
     def everyone(self, limit_s: float, **wanted: object) -> dict[int, Answer]:
         self.asked.release()
-        return {}
+        return self._answers
 
-    def ask_others(self, path: str, body: dict[str, Any], limit_s: float) -> dict[int, Any]:
+    def ask_others(
+        self, path: str, body: dict[str, Any], limit_s: float, silent: Container[int]
+    ) -> dict[int, Any]:
         self.requests.append(body)
+        self.silent.append(silent)
         return {}
 
 
@@ -353,6 +358,18 @@ def test_a_wait_is_confirmed_by_a_second_look() -> None:
     assert not member.requests, "the job goes on"
     with pytest.raises(ValueError, match="then must be observe, abort or exit"):
         hang.take_part({"folder": "", "why": "", "then": "reboot"})
+
+
+def test_a_rank_that_cannot_answer_does_not_hold_up_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    acted: list[str] = []
+    monkeypatch.setattr(hang_policy, "diagnose", lambda answers, after_s: diagnosis(1, 7))
+    monkeypatch.setattr(hang_policy, "act", lambda then, words, rank: acted.append(then))
+    monkeypatch.setattr(instrument, "on_broken", [])
+    member = Asked({1: Answer(silence="no answer within 1.0 s"), 2: Answer(state={})})
+    HangRecorder(member, None, "abort", 1.0)._confirm()  # type: ignore[arg-type]
+    assert [each["acts"] for each in member.requests] == [False, True]
+    assert member.silent == [{1}, {1}]
+    wait_for(lambda: acted == ["abort"])
 
 
 def test_a_rank_that_another_aborts_first_knows_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
