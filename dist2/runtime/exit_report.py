@@ -28,7 +28,7 @@ class ExitReport:
     """The end of a rank.
 
     Attributes:
-        words: Type and text of the error.
+        words: Type and text of the error, and its notes.
         blames: Ranks of the job that it names as its cause.
         incident: The folder with the evidence; empty where there is none.
     """
@@ -43,7 +43,8 @@ def report(error: BaseException) -> None:
     path = environment_value(VARIABLE)
     if not path or isinstance(error, (SystemExit, KeyboardInterrupt)):
         return
-    words = f"{type(error).__name__}: {error}"[:_TEXT_CHARS]
+    notes = getattr(error, "__notes__", ())  # such as the verdict for which a group was aborted
+    words = "; ".join([f"{type(error).__name__}: {error}", *map(str, notes)])[:_TEXT_CHARS]
     stack = "".join(traceback.format_exception(error))
     extra = {"py_callstack": stack, "timestamp": str(int(time.time()))}
     content = {
