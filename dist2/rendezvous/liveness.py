@@ -144,6 +144,7 @@ class Building:
         uid: Equal on all ranks that make the group; empty while that is not known.
         part: Where the ranks register; None while that is not known.
         aborted: Ends the wait at its next look.
+        on_failed: Is called before the call raises; None for nothing.
     """
 
     rank: int
@@ -152,6 +153,7 @@ class Building:
     uid: str = ""
     part: PrefixStore | None = None
     aborted: Dist2Error | None = None
+    on_failed: Callable[[], None] | None = None
 
     def __enter__(self) -> Self:
         self.aborted = None
@@ -160,7 +162,9 @@ class Building:
             tell(self)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if error is not None and self.on_failed is not None:
+            self.on_failed()
         _building.discard(self)
         self.part = None  # a store closes once nothing uses it
 
@@ -246,7 +250,7 @@ class FailureWatch(PrefixStore):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._over = True
-        self.building.__exit__()
+        self.building.__exit__(kind, error, traceback)
         if error is None:
             return
         if isinstance(error, (StoreConnectionError, StoreTimeoutError)):

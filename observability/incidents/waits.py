@@ -27,8 +27,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,6 +57,8 @@ PART_S = 5.0
 STORE_S = 5.0
 """How long the store may take to tell which ranks have registered."""
 POLL_S = 0.2
+HOLDS_S = 5.0
+"""How long a failure is held up, at most, that may be a consequence of the policy."""
 VERDICT = "desync.json"
 DIST2 = folders_of(library())
 
@@ -214,14 +216,34 @@ class Waits:
         if not (is_told and (is_first or not self._stays(folder.path))):
             self._add_parts(folder.path)
         until = time.monotonic() + self._after_s + PART_S
-        if folder.is_new:
-            if self._stays(folder.path):
-                self._recording.made(folder.path)  # a failure of this rank may come before the verdict
-            while len(list(folder.path.glob("hang-*.json"))) < job.world_size and time.monotonic() < until:
-                time.sleep(POLL_S)
-            self._conclude(folder, job, confirmed, why)
-        if is_first and self._policy != "observe":
-            self._act(folder, job, until + STORE_S)
+        with self._held_failures(folder.path / VERDICT):
+            if folder.is_new:
+                if self._stays(folder.path):
+                    self._recording.made(folder.path)  # a failure of this rank may come before the verdict
+                while (
+                    len(list(folder.path.glob("hang-*.json"))) < job.world_size and time.monotonic() < until
+                ):
+                    time.sleep(POLL_S)
+                self._conclude(folder, job, confirmed, why)
+            if is_first and self._policy != "observe":
+                self._act(folder, job, until + STORE_S)
+
+    @contextmanager
+    def _held_failures(self, verdict: Path) -> Iterator[None]:
+        """Hold up failures of `new_group` that follow a verdict, with `exit`: another rank may end first."""
+        is_over = threading.Event()
+
+        def hold() -> None:
+            if verdict.exists():
+                is_over.wait(HOLDS_S)  # ends with the process, unless the policy cannot be carried out
+
+        if self._policy == "exit":
+            for each in building():
+                each.on_failed = hold
+        try:
+            yield
+        finally:
+            is_over.set()
 
     def _act(self, folder: folders.Folder, job: GroupInfo, until: float) -> None:
         """Carry out the policy, once the first rank of the host has written its verdict."""

@@ -439,3 +439,39 @@ def test_a_rank_that_comes_after_the_verdict_adds_no_part(is_told: bool, tmp_pat
     with making:
         Waits(recording, 0.01)._write(set())
     assert [path.name for path in folder.glob("hang-*")] == ([] if is_told else ["hang-2.json"])
+
+
+def test_a_rank_that_fails_after_the_verdict_leaves_its_end_to_the_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks end one after another, and the others notice: no traceback of a program may tell that."""
+    making = Building(rank=1, world_size=2, uid="job")
+    seen: list[str] = []
+    acts, ended = threading.Event(), threading.Event()
+
+    def act(then: str, words: str, rank: int) -> None:
+        acts.wait(20)
+        seen.append(f"rank {rank}: {then}")
+
+    monkeypatch.setattr("observability.incidents.hang.act", act)
+    folder = folders.joined(tmp_path, "job", "new_group")
+    waits = Waits(Recording(tmp_path), AFTER_S, "exit")
+
+    def fail() -> None:
+        with pytest.raises(ValueError, match="rank 0 exited"), making:
+            waits._recording.making = waits_module._info_of(making)
+            meeting.start()
+            wait_for(lambda: making.on_failed is not None)
+            (folder.path / waits_module.VERDICT).write_text('{"verdict": ["rank 2 sleeps"]}')
+            raise ValueError("rank 0 exited with code 86")
+        seen.append("raised")
+        ended.set()
+
+    meeting = threading.Thread(target=waits._meet, args=(tmp_path, set(), ""))
+    failing = threading.Thread(target=fail)
+    failing.start()
+    assert not ended.wait(0.3), seen
+    acts.set()
+    failing.join(20)
+    meeting.join(20)
+    assert seen == ["rank 1: exit", "raised"]
