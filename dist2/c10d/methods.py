@@ -12,7 +12,7 @@ the arguments of the modern method, by a table (`Spelling`) of how c10d spells i
 A call with positional arguments alone, of plain tensors, whose plan is known goes from its caller to the
 group's `OperationRunner` without code in Python (`dist2.c10d.fast_methods`). The peer of a message may be
 spelled ``dst=`` or ``src=``, or be followed by a tag. All other calls take the method in Python, which means
-the same. Calls in c10d's form may come from C++, so they return a `Work` with a half in C++ (`whole`).
+the same. Calls in c10d's form may come from C++, so they return a `CppWork` (`whole`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from dist2.c10d import fast_methods  # type: ignore[attr-defined]  # compiled, without a stub
 from dist2.c10d.dynamo import as_method
 from dist2.errors import ArgumentTypeError, InvalidUsageError
-from dist2.operation.completed_work import whole
+from dist2.operation.cpp_work import whole
 from dist2.operation.kinds import SUM, OpKind
 from dist2.operation.runner import OperationRunner
 from dist2.operation.work import Work

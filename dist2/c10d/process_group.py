@@ -13,6 +13,7 @@ import torch
 from dist2.c10d.backend import BackendView, ViewedGroup, view_of
 from dist2.errors import InvalidUsageError, OperationTimeoutError
 from dist2.operation.contract import GroupParts
+from dist2.operation.cpp_work import whole
 from dist2.operation.record import Operation
 from dist2.operation.runner import Timeout
 from dist2.operation.work import Work
@@ -160,7 +161,8 @@ class C10dApi(GroupParts):
     def _end_coalescing(self, device_type: torch.device | None = None) -> Work:
         batch = self._runner.close_batch()
         self._runner.issue(batch)
-        return self._runner.combined(batch, async_op=True)
+        work: Work = whole(self._runner.combined(batch, async_op=True))
+        return work
 
     @property
     def _device_types(self) -> list[torch.device]:

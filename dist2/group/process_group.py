@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 from torch.distributed import ProcessGroup as TorchProcessGroup
@@ -51,7 +51,7 @@ from dist2.runtime.signals import OnCtrlC, holds_no_lock, inside_library_call, o
 from dist2.store import PrefixStore
 
 if TYPE_CHECKING:
-    from dist2.operation.work import Work
+    from dist2.operation.cpp_work import CppWork
 
 
 @with_spellings
@@ -94,17 +94,17 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
     """
 
     if TYPE_CHECKING:  # the decorator adds these: c10d's names, with c10d's arguments
-        allreduce: Callable[..., Work]
-        allreduce_coalesced: Callable[..., Work]
-        allgather: Callable[..., Work]
-        allgather_coalesced: Callable[..., Work]
-        allgather_into_tensor_coalesced: Callable[..., Work]
-        reduce_scatter_tensor_coalesced: Callable[..., Work]
-        alltoall: Callable[..., Work]
-        alltoall_base: Callable[..., Work]
-        gather_single: Callable[..., Work]
-        gather_into_tensor: Callable[..., Work]
-        recv_anysource: Callable[..., Work]
+        allreduce: Callable[..., CppWork]
+        allreduce_coalesced: Callable[..., CppWork]
+        allgather: Callable[..., CppWork]
+        allgather_coalesced: Callable[..., CppWork]
+        allgather_into_tensor_coalesced: Callable[..., CppWork]
+        reduce_scatter_tensor_coalesced: Callable[..., CppWork]
+        alltoall: Callable[..., CppWork]
+        alltoall_base: Callable[..., CppWork]
+        gather_single: Callable[..., Any]
+        gather_into_tensor: Callable[..., CppWork]
+        recv_anysource: Callable[..., CppWork]
 
     def __init__(self, spec: GroupSpec, backend: Backend, open_group: Opener | None = None) -> None:
         """Args:

@@ -23,6 +23,7 @@ from torch.distributed import (
     ReduceOptions,
     ReduceScatterOptions,
     ScatterOptions,
+    Work,
     distributed_c10d,
 )
 
@@ -141,7 +142,6 @@ from dist2.legacy.queries import (
     is_torchelastic_launched,
     set_timeout,
 )
-from dist2.operation.work import Work
 from dist2.rendezvous import register_rendezvous_handler
 from dist2.runtime import torch_versions
 from dist2.store import FileStore, HashStore, PrefixStore, Store, StoreCollectives, TCPStore

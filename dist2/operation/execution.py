@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """The types by which a group's runner and a backend hand operations to each other.
 
 A backend plans each signature once, as an `Execute`: a callable that runs one operation on the tensors of a
@@ -7,7 +8,6 @@ call. It returns None for an operation that is complete, or an object that compl
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -18,60 +18,68 @@ import torch
 from dist2.errors import GroupRevokedError
 from dist2.operation.record import Operation
 from dist2.operation.signature import Signature
+from dist2.runtime.built import check_built
 from dist2.runtime.rank_names import RankNames
+
+check_built(__name__, __file__)
 
 Tensors = Sequence[torch.Tensor]
 
 
-class Helped(ABC):
+class Helped:
     """The rest of an operation that completes faster if the thread that waits for it helps.
 
     It has the few methods of a `Future` that a group uses, without a lock and a condition for each.
     """
 
-    @abstractmethod
     def add_done_callback(self, callback: Callable[[Helped], None]) -> None:
-        """Call back once it is done: at once if it is, else from the thread that completes it."""
+        """Call back once it is done: at once if it is, else from the thread that completes it.
 
-    @abstractmethod
+        Args:
+            callback: Of the call that began it; there is no second one.
+        """
+        raise NotImplementedError
+
     def exception(self) -> BaseException | None:
         """Return its error, once it is done."""
+        raise NotImplementedError
 
-    @abstractmethod
     def help(self, deadline_ns: int) -> None:
         """Work on it until it is done or the deadline passes, without raising its error."""
+        raise NotImplementedError
 
 
 class StreamOrdered(Helped):
-    """An operation on a stream of a device. Waiting for it orders the caller's later work behind it."""
+    """An operation on a stream of a device. Waiting for it orders the caller's later work behind it.
 
-    @property
-    @abstractmethod
-    def over(self) -> bool:
-        """Whether it is known to be complete or failed; waiting threads are notified at about that time."""
+    Attributes:
+        over: Whether it is known to be done, or to have failed; threads that wait are notified at that time.
+    """
 
-    @abstractmethod
+    over: bool
+
     def poll(self) -> None:
         """Complete it now, if the device has done it."""
+        raise NotImplementedError
 
-    @abstractmethod
     def order(self) -> None:
         """Have the caller's current stream wait for it; where the caller is that stream, wait.
 
         Raises:
             Dist2Error: The operation's failure, if it is known already.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def future(self, outputs: Tensors) -> torch.futures.Future[Any] | None:
         """Return a torch future of the outputs that is done in the order of the stream.
 
         None where only the host can tell, or where the operation has failed.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def duration_ms(self) -> float | None:
         """Return how long the device took, if that was measured and it is done."""
+        raise NotImplementedError
 
 
 Outcome = Future[None] | Helped | None

@@ -1,7 +1,6 @@
 cimport cython
 
 from dist2.operation.async_call cimport AsyncCall
-from dist2.operation.completed_work cimport CompletedWork
 from dist2.operation.instruments cimport Dispatch
 from dist2.operation.places cimport Places
 from dist2.operation.plan_cache cimport Plan, Plans

@@ -14,8 +14,7 @@ Theory of operation. A collective runs through these steps, in this file from to
 
 Point-to-point operations (`run_p2p`) do the same beside the queue: they never wait behind a collective.
 
-An operation that is not complete when its call returns is held in a set until it is: torch's C++ may hold
-only the C++ half of its Work, and the Python half would be collected.
+An operation that is not complete when its call returns is in a set until it is, for `drain` and `queued`.
 
 This module is compiled by Cython. Calls with positional arguments of plain tensors come from
 `dist2.c10d.fast_methods` with the addresses of the tensors, which plans in C read while the call is under
@@ -34,9 +33,9 @@ from typing import Any, NoReturn
 
 import cython
 import torch
-from cython.cimports.dist2.operation.completed_work import completed
 from cython.cimports.dist2.operation.interpreter import monotonic_ns
 from cython.cimports.dist2.operation.record import begin
+from cython.cimports.dist2.operation.work import completed
 
 from dist2.errors import (
     Dist2Error,

@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """`StreamWork`: an operation on a stream of a device.
 
 Waiting for it does not block: work that the caller enqueues later on the current stream runs after the
@@ -15,7 +16,10 @@ import torch
 from dist2.operation.execution import StreamOrdered
 from dist2.operation.record import Operation
 from dist2.operation.work import Work
+from dist2.runtime.built import check_built
 from dist2.runtime.completion import Completion
+
+check_built(__name__, __file__)
 
 
 class StreamWork(Work):
@@ -24,8 +28,6 @@ class StreamWork(Work):
     Attributes:
         ordered: The operation on its stream, once it was started there.
     """
-
-    __slots__ = ("ordered",)
 
     ordered: StreamOrdered | None
 

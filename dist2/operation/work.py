@@ -1,37 +1,31 @@
-"""`Work`: one operation that was issued, to wait for and to ask.
-
-A future of torch's that was made in Python holds a Python object of any type. Most of torch's C++ looks
-inside; ``BuiltinCommHookType.FP16_COMPRESS`` of ``DistributedDataParallel`` asserts that it gets a list of
-tensors. Only torch's own code makes typed futures, and code that TorchScript compiles: in `typed`, a task
-that waits for a future made in Python and returns tensors. It runs in a thread of torch's pool and yields
-that while it waits.
-"""
+# cython: annotation_typing=False
+"""`Work`: one operation that was called, to wait for and to ask."""
 
 from __future__ import annotations
 
-import sys
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import torch
 from torch.distributed import Work as TorchWork
 
 from dist2.errors import GroupAbortedError, OperationTimeoutError
-from dist2.operation.awaiting import completed
+from dist2.operation import awaiting
+from dist2.operation.cpp_work import CppWork, whole
 from dist2.operation.kinds import OpKind
 from dist2.operation.queue import refuse_to_wait
 from dist2.operation.record import Operation
 from dist2.runtime import process
+from dist2.runtime.built import check_built
 from dist2.runtime.completion import Completion
-from dist2.runtime.cpp_ownership import Pins, held_by_cpp, layout_is_known
 from dist2.runtime.deadline import FOREVER_NS, PAST_NS, deadline_in, seconds
-from dist2.runtime.signals import OnCtrlC, await_end, on_ctrl_c
+from dist2.runtime.signals import await_end, deferring
 from dist2.runtime.torch_versions import BINDING
+
+check_built(__name__, __file__)
 
 _NO_LIMIT = timedelta(0)
 
@@ -58,8 +52,7 @@ _OP_TYPES = {
 }
 
 
-@on_ctrl_c(OnCtrlC.DEFER)
-class Work(TorchWork):
+class Work:
     """An operation in flight or done.
 
     A synchronous call returns one that is complete. An asynchronous one completes in the background
@@ -83,9 +76,8 @@ class Work(TorchWork):
     loop of asyncio or trio.
     """
 
-    __slots__ = ("_deliveries", "_pending", "_process", "helper", "operation", "outputs")
-
     helper: Callable[[int], None] | None
+    _deliveries: tuple[_Delivery, ...]
 
     def __init__(
         self,
@@ -93,24 +85,23 @@ class Work(TorchWork):
         outputs: Sequence[torch.Tensor],
         pending: Future[None] | Completion | None = None,
     ) -> None:
-        super().__init__()
         self.operation = operation
         self.outputs = outputs
-        self.helper = None
         self._pending = pending
         if pending is not None:
             self._process = process.pid
-            self._deliveries: tuple[_Delivery, ...] = ()
+            self._deliveries = ()
 
-    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
-        # `ends` is a default: when the interpreter ends, names of modules may be None by now.
-        if ends() or not held_by_cpp(self):
-            return
-        if layout_is_known():
-            _pinned.no_longer_held()
-            _pinned.pin(self)
-        else:
-            _presumed_held.append(self)
+    @property  # type: ignore[misc]  # the attribute can be set in other objects
+    def __class__(self) -> Any:
+        return CppWork
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_pybind11_"):  # C++ would get the half of an object that is freed at once
+            raise AttributeError(name)
+        if not hasattr(TorchWork, name):
+            raise AttributeError(f"a Work has no attribute {name!r}")
+        return getattr(whole(self), name)
 
     def __repr__(self) -> str:
         return f"<Work {self.operation.describe()} {self.operation.state.value}>"
@@ -146,7 +137,7 @@ class Work(TorchWork):
         end_ns = FOREVER_NS if limit_s is None else deadline_in(limit_s)
         helper = self.helper  # read once: the thread that completes the operation clears it
         if helper is not None and not pending.done():
-            helper(min(end_ns, self.operation.deadline_ns))
+            deferring(helper, min(end_ns, self.operation.deadline_ns))
         if not pending.done() and not self.operation.started_ns:
             refuse_to_wait(self.operation)
         if not await_end(pending, end_ns):
@@ -246,7 +237,7 @@ class Work(TorchWork):
         if self._pending is not None and not self._pending.done():
             if self.helper is not None:
                 self.helper(PAST_NS)  # no thread waits for this Work
-            await completed(self.add_done_callback)
+            await awaiting.completed(self.add_done_callback)
         return self.result()
 
     def source_rank(self) -> int:
@@ -289,11 +280,10 @@ class Work(TorchWork):
 
         delivered = done.then(deliver)
         self._deliver(_Delivery(lambda: done.set_result(None), delivered))
-        future = typed(delivered, outputs) if needs_type(outputs) else delivered
         helper = self.helper
         if helper is not None:
             helper(PAST_NS)  # the caller waits for the future, not for this Work, as torch's DDP does
-        return future
+        return delivered
 
     def _new_future(self) -> torch.futures.Future[Any]:
         """Return a future that may carry the outputs: torch refuses tensors of GPUs that it does not know."""
@@ -360,36 +350,12 @@ class Work(TorchWork):
         return int(_OP_TYPES[self.operation.signature.kind])
 
 
-_pinned: Pins[Work] = Pins()
-"""Works that C++ alone holds, as that of ``DistributedDataParallel.join`` is for a while."""
-
-_presumed_held: deque[Work] = deque(maxlen=64)
-"""Works that C++ may hold, where that is unknown; few, because they keep tensors longer than needed."""
-
-
-# A future of torch with a type
-
-_TASK = """
-def deliver(done: Future[int], outputs: List[Tensor]) -> List[Tensor]:
-    done.wait()
-    return outputs
-
-def start(done: Future[int], outputs: List[Tensor]) -> Future[List[Tensor]]:
-    return torch.jit.fork(deliver, done, outputs)
-"""
-
-
-def typed(
-    done: torch.futures.Future[Any], outputs: Sequence[torch.Tensor]
-) -> torch.futures.Future[list[torch.Tensor]]:
-    """Return a future of some tensors that is done, or fails, when another one does."""
-    future: torch.futures.Future[list[torch.Tensor]] = _task().start(done, list(outputs))
-    return future
-
-
-@cache
-def _task() -> Any:
-    return torch.jit.CompilationUnit(_TASK)
+def completed(operation: Operation, outputs: Sequence[torch.Tensor]) -> Work:
+    """Return the Work of a complete operation."""
+    work: Work = Work.__new__(Work)
+    work.operation = operation
+    work.outputs = outputs
+    return work
 
 
 class _Delivery:
@@ -415,21 +381,3 @@ class _Delivery:
                 self._future.wait()
         else:
             action()
-
-
-def needs_type(outputs: Sequence[torch.Tensor]) -> bool:
-    """Return whether it may be that hook which calls the ``get_future`` that calls this.
-
-    It does so from C++, of an operation with one output in half precision. Callbacks of the others run where
-    they always do: one that waits for another typed future would keep a thread from completing that.
-
-    Args:
-        outputs: The tensors that the operation writes.
-    """
-    if len(outputs) != 1 or outputs[0].dtype != torch.float16:
-        return False
-    try:
-        caller = sys._getframe(2)
-    except ValueError:  # a thread of C++'s
-        return True
-    return "get_future" not in caller.f_code.co_names

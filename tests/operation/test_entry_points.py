@@ -18,13 +18,14 @@ import torch
 from support.instruments import Told, backend_does
 
 import dist2
-from dist2 import FileStore, HashStore, PrefixStore, ProcessGroup, Store, TCPStore, Work, legacy
+from dist2 import FileStore, HashStore, PrefixStore, ProcessGroup, Store, TCPStore, legacy
 from dist2.backends import mpi, nccl, socket
 from dist2.backends.gloo import GlooBackend
 from dist2.c10d.backend import BackendView
 from dist2.c10d.spellings import INSTEAD
 from dist2.group import open_groups
 from dist2.operation.coalescing import Batch
+from dist2.operation.cpp_work import CppWork
 from dist2.operation.signature import Signature
 from dist2.runtime.code_marks import codes_of
 from dist2.runtime.completion import Completion
@@ -261,7 +262,7 @@ def test_ctrl_c_is_raised_at_once_in_stores_and_closing_a_group_is_not_done_ther
 
 @pytest.mark.parametrize(
     "part",
-    [Batch, Completion, CtrlC, Work],  # compiled modules are not interrupted
+    [Batch, Completion, CppWork, CtrlC],  # compiled modules are not interrupted
     ids=lambda part: part.__name__,
 )
 def test_ctrl_c_waits_in_what_threads_and_groups_share(part: type) -> None:

@@ -15,10 +15,11 @@ from support.ranks import TENANTS, run_ranks
 from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]  # not in torch's stubs
 
 from dist2 import Dist2Error, InvalidUsageError, OperationTimeoutError, ProcessGroup, Work
+from dist2.operation.cpp_work import typed, whole
 from dist2.operation.kinds import SUM, OpKind
 from dist2.operation.record import Operation
 from dist2.operation.signature import Signature
-from dist2.operation.work import _OP_TYPES, typed
+from dist2.operation.work import _OP_TYPES
 from dist2.runtime.deadline import PAST_NS
 
 T = TypeVar("T")
@@ -191,13 +192,14 @@ def test_cpp_gets_a_future_that_knows_its_type_and_python_one_that_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[object] = []
-    monkeypatch.setattr("dist2.operation.work.typed", lambda *args: made.append(typed(*args)) or made[-1])
+    monkeypatch.setattr("dist2.operation.cpp_work.typed", lambda *args: made.append(typed(*args)) or made[-1])
     half = torch.ones(2, dtype=torch.float16)
     done = Future[None]()
     work = Work(operation(), [half], done)
-    work.get_future()
+    of_cpp = whole(work)
+    of_cpp.get_future()
     assert not made
-    asked = call(work.get_future)
+    asked = call(of_cpp.get_future)
     assert made == [asked]
     assert not asked.done()
     done.set_result(None)
@@ -207,7 +209,7 @@ def test_cpp_gets_a_future_that_knows_its_type_and_python_one_that_does_not(
 def test_a_future_that_knows_its_type_fails_with_the_operation() -> None:
     work, done, _ = pending()
     work.outputs = [torch.ones(1, dtype=torch.float16)]
-    asked = call(work.get_future)
+    asked = call(whole(work).get_future)
     fail(work, done, Dist2Error("it broke"))
     with pytest.raises(RuntimeError, match="it broke"):
         asked.wait()

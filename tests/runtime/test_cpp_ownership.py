@@ -19,8 +19,8 @@ from torch.distributed import distributed_c10d as c10d
 
 import dist2
 from dist2 import GroupAbortedError, ProcessGroup, Store, Work
-from dist2.operation import work
-from dist2.operation.completed_work import CompletedWork, whole
+from dist2.operation import cpp_work
+from dist2.operation.cpp_work import CppWork, whole
 from dist2.runtime import cpp_ownership as halves
 
 dist: Any = distributed  # stubs lack most of it
@@ -110,7 +110,7 @@ def test_a_work_that_only_cpp_holds_can_be_waited_for(call: Call) -> None:
         del made
         gc.collect()
         held = dist.Work.unbox(box)
-        assert type(held) is Work
+        assert type(held) is CppWork
         assert held.wait(timedelta(seconds=10))
         assert held.is_success()
         assert isinstance(held.get_future().wait(), list)
@@ -118,7 +118,7 @@ def test_a_work_that_only_cpp_holds_can_be_waited_for(call: Call) -> None:
 
     gone = run_ranks(WORLD, body, TENANTS[0])
     gc.collect()
-    work._pinned.no_longer_held()
+    cpp_work._pinned.no_longer_held()
     assert [each() for each in gone] == [None, None]
 
 
@@ -127,9 +127,9 @@ def test_the_reducer_divides_by_a_work_that_only_it_holds() -> None:
         light = pg.all_reduce(
             torch.ones(1)
         )  # before the queue has a thread, which may still be leaving later
-        assert type(light) is CompletedWork
+        assert type(light) is Work
         assert isinstance(light, Work)
-        divides(pg, pg.all_reduce(torch.ones(1), async_op=True))
+        divides(pg, whole(pg.all_reduce(torch.ones(1), async_op=True)))
         divides(pg, pg.allreduce(torch.ones(1)))
         with pytest.raises(TypeError, match="incompatible"):  # C++ takes those of c10d's names
             divides(pg, light)
@@ -142,23 +142,23 @@ def test_the_reducer_divides_by_a_work_that_only_it_holds() -> None:
 def test_works_that_cpp_let_go_of_do_not_pile_up() -> None:
     with dist2.new_group("fake", store=dist2.HashStore(), rank=0, world_size=1) as pg:
         boxes = [box_of(pg.barrier()) for _ in range(200)]
-        assert len(work._pinned) >= 200
+        assert len(cpp_work._pinned) >= 200
         boxes.clear()
         for _ in range(40):
             box_of(pg.barrier())
-        assert len(work._pinned) < 20
+        assert len(cpp_work._pinned) < 20
 
 
 def test_where_the_count_cannot_be_read_the_last_works_live_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "layout_is_known", lambda: False)
-    monkeypatch.setattr(work, "held_by_cpp", lambda _: True)
+    monkeypatch.setattr(cpp_work, "layout_is_known", lambda: False)
+    monkeypatch.setattr(cpp_work, "held_by_cpp", lambda _: True)
     with dist2.new_group("fake", store=dist2.HashStore(), rank=0, world_size=1) as pg:
         for _ in range(200):
             box_of(pg.barrier())
         box = box_of(pg.barrier())
-        assert type(dist.Work.unbox(box)) is Work
-    assert len(work._presumed_held) <= 64
-    work._presumed_held.clear()
+        assert type(dist.Work.unbox(box)) is CppWork
+    assert len(cpp_work._presumed_held) <= 64
+    cpp_work._presumed_held.clear()
 
 
 # Stores

@@ -1,10 +1,10 @@
+from dist2.operation.execution cimport StreamOrdered
 from dist2.operation.record cimport Operation
 
 
-cdef class Ticket:
+cdef class Ticket(StreamOrdered):
     cdef public Operation operation
     cdef public object planned, inputs, outputs, stream, handle, notice, start, end, kept
-    cdef public bint over
     cdef object _device, _health, _block, _lock, _error
     cdef tuple _callbacks
     cdef object __weakref__

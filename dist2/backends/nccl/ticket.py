@@ -17,11 +17,11 @@ from typing import Any
 import attrs
 import torch
 
-from dist2.backends.base import StreamOrdered
 from dist2.backends.nccl.device import Device, Event, Stream
 from dist2.backends.nccl.launch import Planned
 from dist2.backends.socket.transport.messages.transfer import Transfer
 from dist2.errors import Dist2Error
+from dist2.operation.execution import StreamOrdered
 from dist2.operation.record import Operation
 from dist2.runtime.built import check_built
 
@@ -51,8 +51,8 @@ def again(error: BaseException) -> BaseException:
     return error.again(str(error)) if isinstance(error, Dist2Error) else error
 
 
-class Ticket:
-    """One operation on a stream: a `StreamOrdered`.
+class Ticket(StreamOrdered):
+    """One operation on a stream.
 
     Args:
         operation: The operation.
@@ -75,7 +75,6 @@ class Ticket:
         start: Passes when the operation begins; None where that is not measured.
         end: Passes when it is done; None before it was launched, and after it was given back.
         kept: The tensors it uses: kept alive until it is over, or ordered before the caller's later work.
-        over: Whether it is known to be done, or to have failed.
     """
 
     operation: Operation
@@ -88,7 +87,6 @@ class Ticket:
     start: Event | None
     end: Event | None
     kept: Sequence[torch.Tensor]
-    over: bool
     _error: BaseException | None
 
     def __init__(
@@ -203,6 +201,3 @@ class Ticket:
         if self.start is None or not self._has_ended():
             return None
         return self._device.elapsed_ms(self.start, self.end)
-
-
-StreamOrdered.register(Ticket)  # a class of C has no base in Python

@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """`Arriving`: a message that an operation began, for a later wait."""
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.messages.transfer import Transfer
 from dist2.operation.execution import Helped
 from dist2.operation.record import Operation
+from dist2.runtime.built import check_built
+
+check_built(__name__, __file__)
 
 
 class Arriving(Helped):
@@ -22,8 +26,6 @@ class Arriving(Helped):
         tensor: Holds the message: kept alive until it is done.
         target: Where a received tensor is copied then, if not there already.
     """
-
-    __slots__ = ("_endpoint", "_operation", "_target", "_tensor", "_transfer")
 
     def __init__(
         self,
@@ -40,12 +42,13 @@ class Arriving(Helped):
         self._target = target
 
     def add_done_callback(self, callback: Callable[[Helped], None]) -> None:
-        def done(transfer: Transfer) -> None:
-            if transfer.error is None:
-                note_arrival(self._operation, transfer, self._tensor, self._target)
-            callback(self)
+        self._callback = callback
+        self._transfer.add_done_callback(self._done)
 
-        self._transfer.add_done_callback(done)
+    def _done(self, transfer: Transfer) -> None:
+        if transfer.error is None:
+            note_arrival(self._operation, transfer, self._tensor, self._target)
+        self._callback(self)
 
     def exception(self) -> BaseException | None:
         return self._transfer.error

@@ -8,7 +8,7 @@ the thread that waits for a message polls it and the links (`WatchedMessage.help
 from __future__ import annotations
 
 import threading
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import attrs
@@ -25,7 +25,7 @@ IDLE_S = 2.0
 """How long an idle thread stays for the next message."""
 
 
-class WatchedMessage(Helped):
+class WatchedMessage(Helped, ABC):
     """A message under way.
 
     Args:

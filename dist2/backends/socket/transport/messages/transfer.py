@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable
 
 from dist2.backends.socket.wire import EAGER_BYTES, TAGGED, Header, Kind
@@ -63,12 +62,12 @@ class Transfer:
         self.nbytes = len(data)
         self.source = peer
         self.deadline_ns = FOREVER_NS
-        self._callbacks: deque[Callable[[Transfer], None]] | None = None  # made when there is one
+        self._callbacks: list[Callable[[Transfer], None]] | None = None  # made when there is one
 
     def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
         """Call back once it is done (at once if it is), from the thread that completes it."""
         if self._callbacks is None:
-            self._callbacks = deque()
+            self._callbacks = []
         self._callbacks.append(callback)
         if self.done:
             self.tell()
@@ -77,7 +76,7 @@ class Transfer:
         """Call the registered callbacks; without the fabric's lock, and once each."""
         while self._callbacks:
             try:
-                callback = self._callbacks.popleft()
+                callback = self._callbacks.pop(0)
             except IndexError:  # another thread calls them as well, and was faster
                 return
             callback(self)

@@ -1,4 +1,4 @@
-"""Works of synchronous calls: light objects that stand for a `Work`."""
+"""Works: of Python, and with a half in C++ for calls by the names of c10d."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 import dist2
 from dist2 import ProcessGroup
-from dist2.operation.completed_work import CompletedWork, whole
+from dist2.operation.cpp_work import CppWork, whole
 from dist2.operation.work import Work
 
 
@@ -28,7 +28,7 @@ def pg() -> Iterator[ProcessGroup]:
 def test_it_is_a_work_in_every_respect(pg: ProcessGroup) -> None:
     tensor = torch.ones(2)
     work = pg.all_reduce(tensor)
-    assert type(work) is CompletedWork
+    assert type(work) is Work
     assert isinstance(work, Work) and isinstance(work, torch.distributed.Work)
     assert work.wait() and work.wait(timeout=1) and work.is_completed() and work.is_success()
     assert work.exception() is None and work.helper is None
@@ -54,8 +54,8 @@ def test_calls_by_the_names_of_c10d_return_works_for_cpp(pg: ProcessGroup) -> No
     options.asyncOp = False
     for work in (pg.broadcast([tensor], options), pg.broadcast(tensor, options), pg.allreduce([tensor])):
         work.wait()
-        assert type(work) is Work
-        assert type(Work.unbox(work.boxed())) is Work
+        assert type(work) is CppWork and isinstance(work, Work)
+        assert type(CppWork.unbox(work.boxed())) is CppWork
 
 
 def test_what_it_held_is_let_go(pg: ProcessGroup) -> None:

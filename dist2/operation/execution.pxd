@@ -1,0 +1,6 @@
+cdef class Helped:
+    pass
+
+
+cdef class StreamOrdered(Helped):
+    cdef public bint over
