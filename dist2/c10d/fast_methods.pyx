@@ -45,32 +45,35 @@ cdef class Usual:
 
     cdef object attempt(self, tuple args, dict keywords):
         """Run a call if it is usual; None, with nothing done, if not."""
-        cdef Py_ssize_t count = len(args) - 1
+        cdef Py_ssize_t count = len(args) - 1, named = len(keywords)
         cdef bint is_async = self.is_async
-        if count < 0:
+        if count < 0 or not self.is_message and count != COUNTS[self.pattern]:
             return None
-        if not self.is_message:
-            if count != COUNTS[self.pattern]:
-                return None
-            if keywords:
-                given = keywords.get("async_op")
-                if len(keywords) != 1 or type(given) is not bool:
+        if named and not is_async:
+            given = keywords.get("async_op")
+            if given is not None:
+                if type(given) is not bool:
                     return None
                 is_async = given
+                named -= 1
+        if named > self.is_message:
+            return None
         runner = getattr(args[0], "_direct_runner", None)
         if type(runner) is not OperationRunner:
             return None
         if self.is_message:
-            return self.carry(<OperationRunner>runner, args, keywords, count)
+            return self.carry(<OperationRunner>runner, args, keywords if named else None, count, is_async)
         return self.collect(<OperationRunner>runner, args, is_async)
 
-    cdef object carry(self, OperationRunner runner, tuple args, dict keywords, Py_ssize_t count):
+    cdef object carry(
+        self, OperationRunner runner, tuple args, dict keywords, Py_ssize_t count, bint is_async
+    ):
         """Send or receive a tensor: ``(tensor, peer)``, ``(tensor, peer=...)`` or ``(tensor, peer, tag)``."""
         tag = 0
-        if keywords:
-            peer = keywords.get("dst" if self.pattern == TO_PEER else "src")
-            if count != 1 or len(keywords) != 1:
+        if keywords is not None:
+            if count != 1:
                 return None
+            peer = keywords.get("dst" if self.pattern == TO_PEER else "src")
         elif count == 2 or count == 3:
             peer = args[2]
             if count == 3:
@@ -81,8 +84,8 @@ cdef class Usual:
             return None
         tensors = (args[1],)
         if self.pattern == TO_PEER:
-            return self.run(runner, peer, tag, tensors, (), self.is_async)
-        return self.run(runner, peer, tag, (), tensors, self.is_async)
+            return self.run(runner, peer, tag, tensors, (), is_async)
+        return self.run(runner, peer, tag, (), tensors, is_async)
 
     cdef object collect(self, OperationRunner runner, tuple args, bint is_async):
         """Run a collective."""

@@ -179,9 +179,11 @@ def test_messages_run_no_code_in_python_whichever_way_their_peer_is_spelled() ->
         sys.setprofile(trace)
         sent = [pg.isend(tensor, peer), pg.isend(tensor, dst=peer), pg.isend(tensor, peer, 3)]
         got = [pg.irecv(tensor, peer), pg.irecv(tensor, src=peer), pg.irecv(tensor, peer, 3)]
+        sent += [pg.send(tensor, peer, async_op=True), pg.send(tensor, dst=peer, async_op=True)]
+        got += [pg.recv(tensor, peer, async_op=True), pg.recv(tensor, src=peer, async_op=True)]
         sys.setprofile(None)
         assert not [each for each in seen if each.startswith(("PointToPoint.", "OperationRunner.run"))]
-        assert pg.p2p_seq == 18
+        assert pg.p2p_seq == 22
         for work in (*sent, *got):
             assert work.operation.is_async
             work.wait()
@@ -200,6 +202,8 @@ def test_messages_run_no_code_in_python_whichever_way_their_peer_is_spelled() ->
             pg.send(tensor, src=peer)  # type: ignore[call-arg]  # wrong, on purpose
         with pytest.raises(TypeError):
             pg.send(tensor, peer, dst=peer)
+        with pytest.raises(TypeError):
+            pg.isend(tensor, peer, async_op=True)  # type: ignore[call-arg]
 
     run_ranks(2, body, INPROC)
 
