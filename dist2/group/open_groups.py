@@ -175,14 +175,15 @@ def _abort_forgotten() -> None:
     if error is not None:
         report(error)
     reason = error or _left_open(forgotten)
+    warned = [_never_closed(group) for group in forgotten]  # says which are open: not for long
     for group in forgotten:
         group._abort_for(reason)
     deadline_ns = deadline_in(_EXIT_S)
     end_workers(deadline_ns)
     for group in forgotten:  # a thread that poisons outputs is inside torch: see `worker`
         group._runner.queue.await_empty(deadline_ns)
-    for group in forgotten:
-        warnings.warn(_never_closed(group), stacklevel=1)
+    for each in warned:
+        warnings.warn(each, stacklevel=1)
 
 
 def _left_open(groups: Iterable[ProcessGroup]) -> ResourceWarning:

@@ -325,6 +325,7 @@ def test_a_forgotten_group_is_named_at_exit_and_never_hangs(
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.endswith("the end\n")  # torch 2.8's Gloo prints how many peers it has
     for rank, backend in itertools.product(range(world), backends):
-        assert f"ResourceWarning: <ProcessGroup '{backend}{rank}' {backend}" in ended.stderr
+        place = f"rank {rank} of {world}, open> was never closed"
+        assert f"ResourceWarning: <ProcessGroup '{backend}{rank}' {backend} {place}" in ended.stderr
     assert ended.stderr.count("was never closed") == world * len(backends)
     assert "Traceback" not in ended.stderr, ended.stderr
