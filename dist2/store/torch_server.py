@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import socket
 import stat
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -42,6 +43,7 @@ _LONGEST_PAUSE_S = 0.5
 _IDLE_PAUSE_S, _IDLE_LOOKS = 0.04, 4
 _FOREVER = timedelta(days=10_000)
 _LISTENING = 10
+_DESCRIPTORS = Path("/proc/self/fd")
 _TCP_INFO = struct.Struct("B23xI")
 """Of the answer to TCP_INFO: the state; of a listening socket, how many connections are to be accepted."""
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
@@ -204,14 +206,21 @@ def _sockets_at(port: int) -> list[int]:
 
 def _tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
     """Yield the descriptor of each TCP socket of this process, with a copy that is closed afterwards."""
-    for entry in Path("/proc/self/fd").iterdir():
-        descriptor = int(entry.name)
+    for descriptor in _descriptors():
         with suppress(OSError):  # the descriptor that lists the folder is closed
             # Of a pipe, say, `socket` would not take the copy, which would stay open.
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 with socket.socket(fileno=os.dup(descriptor)) as copy:
                     if copy.type == socket.SOCK_STREAM and copy.family in _TCP:
                         yield descriptor, copy
+
+
+def _descriptors() -> Iterable[int]:
+    """Return the numbers that the descriptors of this process may have."""
+    try:
+        return [int(entry.name) for entry in _DESCRIPTORS.iterdir()]
+    except FileNotFoundError:  # no /proc in this sandbox
+        return range(min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 4096))
 
 
 def _end(address: tuple[Any, ...]) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -12,11 +14,13 @@ import attrs
 import pytest
 import torch
 from support.launched_ranks import answers, job, launched
+from support.processes import answers_of, started
 
 import dist2
 from dist2 import ProcessGroup
 
 NOBODY = 65534
+_PR_SET_DUMPABLE = 4
 
 
 @attrs.frozen
@@ -116,3 +120,29 @@ def _opens(file: Path) -> bool:
         else:
             return True
     return False
+
+
+def closed(pipe: Connection, folder: Path, rank: int) -> None:
+    """Be a rank after a change of user, whose descriptors no other process of that user can open."""
+    with dist2.new_group(
+        "socket", store=dist2.FileStore(str(folder / f"alone{rank}"), 1), rank=0, world_size=1
+    ):
+        pass  # this user may have no access to modules that are imported first later
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    assert ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0) == 0
+    tensor = torch.ones(3)
+    with dist2.new_group(
+        "socket", 20, store=dist2.FileStore(str(folder / "both"), 2), rank=rank, world_size=2
+    ) as pg:
+        pg.all_reduce(tensor)
+    pipe.send(tensor.tolist())
+
+
+def test_ranks_that_cannot_open_each_others_memory_use_connections() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # the other user has no access to that of pytest
+        Path(folder).chmod(0o777)
+        with started(closed, (Path(folder), 0), (Path(folder), 1)) as pipes:
+            assert answers_of(pipes) == [[2.0] * 3] * 2

@@ -34,6 +34,7 @@ from dist2.errors import (
 )
 from dist2.store import tcp_server
 from dist2.store.protocol import MAGIC, Query, Request, encode_request
+from dist2.store.torch_server import _accepted_at
 
 HELLO = encode_request(Request(Query.VALIDATE, number=MAGIC))
 PING = encode_request(Request(Query.PING, number=7))
@@ -671,6 +672,16 @@ def test_a_server_that_ends_during_an_addition_is_gone(host: Callable[[], Any]) 
             store.add("text", 1)
     in_time(time.monotonic() - start, 0.5)
     store.close()
+
+
+def test_connections_to_torchs_server_are_found_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as peer, listener.accept()[0]:
+            waiting = _accepted_at(port)
+            assert waiting[0] == {f"127.0.0.1:{peer.getsockname()[1]}"}
+            monkeypatch.setattr("dist2.store.torch_server._DESCRIPTORS", Path("/nonexistent"))
+            assert _accepted_at(port) == waiting
 
 
 def test_strangers_who_stay_silent_are_sent_away(
