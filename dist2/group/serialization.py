@@ -73,7 +73,7 @@ def encode(obj: object, *, allow_pickle: bool = False) -> bytes:
     """
     try:
         return bytes([PLAIN]) + _Coder().pack(obj)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         if allow_pickle:
             return bytes([PICKLED]) + _pickled(obj)
         where, what = _culprit(obj)
@@ -456,7 +456,7 @@ def _culprit(obj: object) -> tuple[str, str]:
         for step, child in children:
             try:
                 _Coder().pack(child)
-            except (TypeError, ValueError, OverflowError, RecursionError):
+            except (TypeError, ValueError, OverflowError, RuntimeError):
                 where, obj, children = where + step, child, list(_children(child))
                 break
         else:
@@ -465,7 +465,7 @@ def _culprit(obj: object) -> tuple[str, str]:
             return where, "it is nested too deeply"
     try:
         _Coder().pack(obj)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         return where, str(error)
     return where, "it is too large or nested too deeply"
 

@@ -142,6 +142,10 @@ for _ in range(MAX_DEPTH + 1):
         ((1, {2: {Point(3)}}), r"obj\[1\]\[2\]\[0\] cannot travel safely: type Point"),
         ([without_memory(0)], r"obj\[0\] cannot travel safely: a tensor without memory"),
         ([without_memory(8)], r"obj\[0\] cannot travel safely: a tensor without memory"),
+        (
+            [torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])],
+            r"obj\[0\] cannot travel safely: .*Nested",
+        ),
         (torch.ones(2).to_sparse(), "obj cannot travel safely: a tensor that is torch.sparse_coo"),
         ([torch.ones(2, device="meta")], r"obj\[0\] cannot travel safely: a tensor .* on meta"),
         (torch.nn.Parameter(torch.ones(2).to_sparse()), "a tensor that is torch.sparse_coo"),
