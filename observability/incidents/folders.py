@@ -100,7 +100,7 @@ def joined(root: Path, job: str, name: str) -> Folder:
         head = {"format": FORMAT, "job": job, "name": name, "at_s": time.time()}
         (path / HEAD).write_text(json.dumps(head))
         add_urls(path, token_files.urls_of(job))
-        _remove_old(root)
+        _remove_old(root, path)
         return Folder(path, is_new=True)
 
 
@@ -252,10 +252,10 @@ def created(path: Path) -> float:
     return 0.0
 
 
-def _remove_old(root: Path) -> None:
-    """Remove the oldest incidents beyond the bounds; the newest always stays."""
+def _remove_old(root: Path, made: Path) -> None:
+    """Remove the oldest incidents beyond the bounds; the one just made stays, whatever the clock says."""
     most, total = min(MOST_BYTES, shutil.disk_usage(root).total // SHARE), 0
-    for index, path in enumerate(newest(root)):
+    for index, path in enumerate([made, *(each for each in newest(root) if each != made)]):
         total += sum(each.lstat().st_size for each in path.iterdir())
         is_old = time.time() - created(path) > MOST_AGE_S
         if index and (index >= MOST or total > most or is_old):

@@ -158,6 +158,19 @@ def test_old_incidents_are_removed_and_other_folders_stay(
     assert not (newest / "huge").exists()
 
 
+def test_an_incident_stays_that_is_made_after_the_clock_was_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "MOST", 2)
+    made = [folders.joined(tmp_path, f"job{number}", "x").path for number in range(2)]
+    past = time.time() - 10 * folders.MOST_AGE_S
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: past)
+        latest = folders.joined(tmp_path, "job", "x").path
+    assert latest.exists()
+    assert [path.exists() for path in made].count(True) == 1
+
+
 def test_ranks_that_are_threads_write_their_parts_at_once(tmp_path: Path) -> None:
     size, rounds = 4, 100
     with ThreadPoolExecutor(size) as pool:
