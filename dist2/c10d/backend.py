@@ -6,7 +6,6 @@ has one backend, which torch cannot call; the view answers for it and hands oper
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -14,7 +13,6 @@ import torch
 
 from dist2.errors import InvalidUsageError
 from dist2.runtime import torch_versions
-from dist2.runtime.signals import holds_no_lock
 
 _c10d = torch_versions.BINDING
 
@@ -50,7 +48,6 @@ class ViewedGroup(Protocol):
     def name(self) -> str: ...
     def abort(self) -> None: ...
     def set_timeout(self, timeout: timedelta) -> None: ...
-    def shrink(self, exclude: Sequence[int]) -> ViewedGroup: ...
     def _start_coalescing(self, device_type: torch.device) -> None: ...
     def _end_coalescing(self, device_type: torch.device) -> Any: ...
 
@@ -60,7 +57,7 @@ class BackendView:
 
     Attributes:
         supports_splitting: `ProcessGroup.split` works.
-        supports_shrinking: `ProcessGroup.shrink` works.
+        supports_shrinking: ``torch.distributed.shrink_group`` needs a backend in C++ for the new group.
         supports_coalescing: Operations can be collected and started together.
         supports_time_estimate: How long an operation would take cannot be asked.
         supports_window: There are no one-sided operations.
@@ -69,7 +66,7 @@ class BackendView:
     """
 
     supports_splitting = True
-    supports_shrinking = True
+    supports_shrinking = False
     supports_coalescing = True
     supports_time_estimate = _supports_time_estimate = False
     supports_window = False
@@ -108,16 +105,6 @@ class BackendView:
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Whether tensors should come from an allocator of the backend: any memory will do."""
         return False
-
-    @holds_no_lock
-    def shrink(
-        self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts_override: object = None
-    ) -> BackendView:
-        """Return the backend of `ProcessGroup.shrink`; ``shrink_flags=1`` aborts this group as well."""
-        smaller = self._group.shrink(ranks_to_exclude)
-        if shrink_flags:
-            self._group.abort()
-        return BackendView(smaller)
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Nothing to do: a group is connected when it is made."""

@@ -12,6 +12,7 @@ from torch.distributed import ReduceOp
 
 import dist2
 from dist2.c10d.backend import _OF_THE_GROUP, BackendView
+from dist2.torch_backend import default_group
 
 _c10d: Any = torch._C._distributed_c10d
 
@@ -83,8 +84,16 @@ def test_the_view_answers_for_the_names_of_torch_2_14(pg: dist2.ProcessGroup, vi
     assert view.get_error() is None
     assert not (view.supports_window or view.supports_reconfigure)
     assert isinstance(view.options, view.Options)
-    with pytest.raises(dist2.InvalidUsageError, match=r"exclude .*got \[\]"):
-        view.shrink(ranks_to_exclude=[], shrink_flags=0, opts_override=None)
+    assert not view.supports_shrinking
+
+
+@pytest.mark.skipif(not hasattr(torch.distributed, "shrink_group"), reason="torch has no shrink_group")
+def test_torchs_shrink_group_is_refused_before_it_closes_the_group() -> None:
+    with dist2.new_group("fake", store=dist2.HashStore(), rank=0, world_size=2) as pg, default_group(pg):
+        with pytest.raises(TypeError, match="does not support shrinking"):
+            torch.distributed.shrink_group([1])
+        assert torch.distributed.group.WORLD is pg
+        assert not pg.is_closed
 
 
 @pytest.mark.parametrize(

@@ -582,7 +582,7 @@ def test_what_torch_asks_a_group_for() -> None:
         if has("options"):
             assert backend.options.global_ranks_in_group == [0, 1]
         assert (backend.name(), backend.rank(), backend.size()) == ("socket", pg.rank(), WORLD)
-        assert backend.supports_splitting and backend.supports_shrinking and backend.supports_coalescing
+        assert backend.supports_splitting and backend.supports_coalescing and not backend.supports_shrinking
         assert not (backend.supports_time_estimate or backend._supports_time_estimate)
         assert not backend.supports_tensor_alloc(cpu)
         backend.eager_connect_single_device(cpu)
