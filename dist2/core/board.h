@@ -13,13 +13,14 @@
 #define DIST2_CORE_BOARD_H
 
 #include "base.h"
+#include "bell.h"
 #include "layout.h"
 
 /* Another member. */
 typedef struct {
     Word *words; /* its region, which begins with its control words */
     long rank;
-    int bell;        /* wakes its process, all threads of which listen: a hint, as another one may hear it */
+    int bell;        /* a byte written there wakes the threads of its process */
     uint64_t agreed; /* it has come to all fences up to this one, with the same fingerprints */
     uint64_t rung;   /* its SLEEPING when its doorbell was rung last */
     uint64_t probe;  /* its PROBE when that was read last */
@@ -50,7 +51,7 @@ enum { SHORT_NAP = 8 }; /* fences at which a member sleeps at once after a slow 
 typedef struct {
     Word *own;
     long rank;
-    int bell; /* of this process, for all its boards; not blocking */
+    Bell *bell; /* of this process, for all its boards */
     Peer *peers;
     int count;
     char **regions; /* by rank: where a member's region begins; NULL: not known */
@@ -82,7 +83,7 @@ typedef struct {
 } Board;
 
 /* Set up a board of one member; 0, or -1 without memory. Add another member likewise. Free what they hold. */
-int board_open(Board *board, Word *own, long rank, int bell);
+int board_open(Board *board, Word *own, long rank, Bell *bell);
 int board_add(Board *board, Word *words, long rank, int bell);
 void board_close(Board *board);
 

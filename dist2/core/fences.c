@@ -28,7 +28,7 @@ _Static_assert(RING * ENTRY <= SLEEPING, "the ring overlaps other words");
 #define FOR_ONE 2                /* or one: this plus its rank */
 
 int
-board_open(Board *board, Word *own, long rank, int bell)
+board_open(Board *board, Word *own, long rank, Bell *bell)
 {
     board->own = own;
     board->rank = rank;

@@ -2,14 +2,13 @@
 
    Ranks are threads with boards of their own on shared regions, as processes have them. They run plans that move
    data through slots in loops, with readers behind the writers, and check every byte. Two threads exchange frames
-   through a ring, and an announced message over a socket. A member that shares its core with others is played by one
+   through a ring, and an announced message over a socket. Threads sleep on one doorbell. A member that shares its core with others is played by one
    thread: the linker replaces `sched_yield`. */
 
 #define _GNU_SOURCE
 #include "plan.h"
 #include "ring.h"
 
-#include <poll.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdio.h>
@@ -24,6 +23,7 @@ typedef struct {
     long rank, ranks;
     char **regions;
     int (*bells)[2]; /* of each rank: where it listens, and where others ring */
+    Bell bell;
     Board board;
     int failures;
 } Rank;
@@ -40,7 +40,8 @@ static void
 open_board(Rank *self)
 {
     Board *board = &self->board;
-    board_open(board, (Word *)self->regions[self->rank], self->rank, self->bells[self->rank][0]);
+    bell_open(&self->bell, self->bells[self->rank][0]);
+    board_open(board, (Word *)self->regions[self->rank], self->rank, &self->bell);
     board->halves[0] = HALVES_AT;
     board->halves[1] = HALVES_AT + HALF_BYTES;
     board->pieces[TINY] = (Pieces){.base = TINY_AT, .stride = 1088, .count = 32};
@@ -67,17 +68,14 @@ run_whole(Rank *self, const Plan *plan, char **tensors, uint64_t print)
         int index = peer_index(board, board->whom);
         int first = index == ALL ? 0 : index, absent = index == ALL ? board->count : index + 1;
         while (index != NOBODY && !have_come(board, first, &absent, board->sought)) {
+            bell_enter(board->bell);
             write_word(&board->own[SLEEPING], sleeping_word(board, board->sought));
             atomic_thread_fence(memory_order_seq_cst); /* the nap is out before the words are read again */
             if (!have_come(board, first, &absent, board->sought)) {
-                char rings[256];
-                struct pollfd bell = {.fd = board->bell, .events = POLLIN};
-                poll(&bell, 1, 20);
-                if (read(board->bell, rings, sizeof rings) < 0) {
-                    continue;
-                }
+                bell_sleep(board->bell, 20);
             }
             write_word(&board->own[SLEEPING], 0);
+            bell_leave(board->bell);
         }
     }
 }
@@ -395,7 +393,7 @@ would_sleep(int64_t turn_ns, int tells, int yields, int64_t work_ns)
         self.regions[rank] = aligned_alloc(4096, 4096);
         memset(self.regions[rank], 0, 4096);
     }
-    board_open(&self.board, (Word *)self.regions[0], 0, -1);
+    board_open(&self.board, (Word *)self.regions[0], 0, NULL);
     self.board.yields = 1 << 30;
     self.board.slow_ns = turn_ns ? OTHERS * turn_ns : SLOW_YIELD_NS;
     for (int rank = 1; rank <= OTHERS; rank++) {
@@ -444,10 +442,67 @@ test_crowds(void)
            expect_sleep("the caller's own work between quick yields", 0, 0, 0, 3, 2 * SLOW_YIELD_NS);
 }
 
+/* ---- Threads of one process on its doorbell ---- */
+
+enum { SLEEPERS = 3, RINGS = 300, PATIENCE_MS = 5000 };
+
+typedef struct {
+    Bell bell;
+    int ring[2];
+    _Atomic int entered, missed;
+} Sleepers;
+
+static void *
+sleeper_main(void *argument)
+{
+    Sleepers *self = argument;
+    for (int ring = 1; ring <= RINGS && !self->missed; ring++) {
+        bell_enter(&self->bell);
+        atomic_fetch_add(&self->entered, 1);
+        self->missed += !bell_sleep(&self->bell, PATIENCE_MS);
+        unsigned before = bell_leave(&self->bell);
+        while (!bell_was_read(&self->bell, before) && !self->missed) {
+            sched_yield();
+        }
+    }
+    return NULL;
+}
+
+/* Each of some threads that sleep hears each ring. */
+static int
+test_doorbell(void)
+{
+    static Sleepers self;
+    pthread_t threads[SLEEPERS];
+    socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, self.ring);
+    bell_open(&self.bell, self.ring[0]);
+    for (int each = 0; each < SLEEPERS; each++) {
+        pthread_create(&threads[each], NULL, sleeper_main, &self);
+    }
+    for (int ring = 1; ring <= RINGS; ring++) {
+        while (atomic_load(&self.entered) < ring * SLEEPERS && !self.missed) {
+            sched_yield();
+        }
+        if (write(self.ring[1], "!", 1) != 1) {
+            return 1;
+        }
+    }
+    for (int each = 0; each < SLEEPERS; each++) {
+        pthread_join(threads[each], NULL);
+    }
+    bell_close(&self.bell);
+    close(self.ring[0]);
+    close(self.ring[1]);
+    if (self.missed) {
+        fprintf(stderr, "%d of %d threads missed a ring\n", self.missed, SLEEPERS);
+    }
+    return self.missed != 0;
+}
+
 int
 main(void)
 {
-    int failures = test_messages() + test_crowds();
+    int failures = test_messages() + test_crowds() + test_doorbell();
     for (long ranks = 1; ranks <= MOST_RANKS; ranks++) {
         failures += test_ranks(ranks);
     }

@@ -19,9 +19,7 @@
 #include "board.h"
 
 #include <limits.h>
-#include <poll.h>
 #include <sched.h>
-#include <unistd.h>
 
 #define FEW_LOOKS 8 /* of a brief wait: releasing the interpreter lock costs as much as they do */
 #define YIELD_BUDGET_NS INT64_C(2000000) /* the longest time to yield, whatever the numbers below say */
@@ -229,24 +227,25 @@ note_wake(Board *board, int64_t slept_ns)
 static Status
 doze_until(Board *board, int first, int *absent, uint64_t phase)
 {
-    char rings[256];
     int64_t start = clock_ns(), end = start + DOZE_NS, now;
+    int rung = 0;
+    unsigned before = 0;
     while (!atomic_load_explicit(&board->stopped, memory_order_relaxed) && (now = clock_ns()) < end) {
-        write_word(&board->own[SLEEPING], sleeping_word(board, phase));
-        atomic_thread_fence(memory_order_seq_cst); /* the nap is out before the words are read again */
-        if (!have_come(board, first, absent, phase)) {
-            struct pollfd bell = {.fd = board->bell, .events = POLLIN};
-            poll(&bell, 1, 1 + (int)((end - now) / 1000000));
-            while (read(board->bell, rings, sizeof rings) == sizeof rings) {
-                ;
-            }
-            tell_running(board, clock_ns());
-        }
-        write_word(&board->own[SLEEPING], 0);
         if (have_come(board, first, absent, phase)) {
             note_wake(board, start);
             return DONE;
         }
+        if (rung && !bell_was_read(board->bell, before)) {
+            sched_yield(); /* to another thread of this process */
+            continue;
+        }
+        bell_enter(board->bell);
+        write_word(&board->own[SLEEPING], sleeping_word(board, phase));
+        atomic_thread_fence(memory_order_seq_cst); /* the nap is out before the words are read again */
+        rung = !have_come(board, first, absent, phase) && bell_sleep(board->bell, 1 + (int)((end - now) / 1000000));
+        write_word(&board->own[SLEEPING], 0);
+        before = bell_leave(board->bell);
+        tell_running(board, clock_ns());
     }
     return SLOW;
 }

@@ -7,6 +7,8 @@ cdef extern from "plan.h" nogil:
         pass
     ctypedef enum Status:
         DONE, AGAIN, SLOW, CALL, OTHER
+    ctypedef struct CBell "Bell":
+        pass
     ctypedef struct Peer:
         long rank
     ctypedef struct Pieces:
@@ -31,7 +33,12 @@ cdef extern from "plan.h" nogil:
     uint64_t IS_CALL
     int MOST_PIECES, PIECE_KINDS, HALVES, HEADER_WORDS, SEQ, IS_MAPPED
     int ALL, NOBODY
-    int board_open(CBoard *, Word *, long, int)
+    void bell_open(CBell *, int)
+    void bell_close(CBell *)
+    void bell_enter(CBell *)
+    unsigned bell_leave(CBell *)
+    int bell_was_read(const CBell *, unsigned)
+    int board_open(CBoard *, Word *, long, CBell *)
     int board_add(CBoard *, Word *, long, int)
     void board_close(CBoard *)
     int peer_index(const CBoard *, long)

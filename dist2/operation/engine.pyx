@@ -1,5 +1,5 @@
 # cython: language_level=3, binding=False, boundscheck=False, wraparound=False, embedsignature=False
-# distutils: sources = dist2/core/executor.c dist2/core/far.c dist2/core/fences.c dist2/core/memory.c dist2/core/plan.c dist2/core/reduce.c dist2/core/waiter.c
+# distutils: sources = dist2/core/bell.c dist2/core/executor.c dist2/core/far.c dist2/core/fences.c dist2/core/memory.c dist2/core/plan.c dist2/core/reduce.c dist2/core/waiter.c
 # distutils: include_dirs = dist2/core
 """The binding of the core (dist2/core): boards, plans, and scripts, which run a plan on the tensors of calls.
 
@@ -16,6 +16,9 @@ from libc.string cimport memcpy, memset
 from dist2.operation.places cimport Places
 from dist2.operation.record cimport Operation
 from dist2.operation.tensors cimport address_of
+
+cdef extern from "sched.h" nogil:
+    int sched_yield()
 
 cdef extern from "stdatomic.h" nogil:
     void atomic_thread_fence(int)
@@ -35,6 +38,7 @@ FOLD_NAMES = {FOLDS[at].name.decode(): at for at in range(FOLD_COUNT)}
 cdef size_t UNKNOWN = <size_t>-1
 cdef size_t LONG_BYTES = 32 << 10  # a plan that moves as many runs without the interpreter lock
 cdef int MOST_PARTS = 512
+cdef int64_t READ_NS = 1000000  # the longest wait for a thread that a ring has woken, but that has no core yet
 cdef uint64_t TEXTS = 128
 CALL_TEXTS = TEXTS
 """How many descriptions of calls a member keeps."""
@@ -81,6 +85,41 @@ cdef Word *words_at(words) except NULL:
     return <Word *>address
 
 
+cdef class Bell:
+    """Where the threads of a process sleep: see dist2/core/bell.c.
+
+    Args:
+        fd: Readable after a ring; not blocking.
+    """
+
+    cdef CBell bell
+
+    def __cinit__(self, int fd):
+        bell_open(&self.bell, fd)
+
+    def __dealloc__(self):
+        bell_close(&self.bell)
+
+    def enter(self):
+        """Count this thread among the sleepers, before it looks for the last time whether it has to sleep."""
+        with nogil:
+            bell_enter(&self.bell)
+
+    def leave(self):
+        """Count it no more; return what `await_reading` needs."""
+        cdef unsigned before
+        with nogil:
+            before = bell_leave(&self.bell)
+        return before
+
+    def await_reading(self, unsigned before):
+        """After a ring, before this thread enters again: wait until it was read, for a millisecond at most."""
+        cdef int64_t end = clock_ns() + READ_NS
+        with nogil:
+            while not bell_was_read(&self.bell, before) and clock_ns() < end:
+                sched_yield()
+
+
 cdef class Arrivals:
     """How one member comes to the fences of a board: see `dist2.backends.socket.transport.boards.board`."""
 
@@ -92,10 +131,12 @@ cdef class Arrivals:
     cdef public uint64_t texts       # descriptions of calls so far: `call_log.py`
     cdef public bint one_process     # all members are threads of this process: all memory is mapped
 
-    def __cinit__(self, long rank, words, doorbell, long spins, long yields, int64_t slow_ns, halves, rows):
-        if board_open(&self.board, words_at(words), rank, doorbell.fileno()):
+    def __cinit__(
+        self, long rank, words, Bell bell not None, long spins, long yields, int64_t slow_ns, halves, rows
+    ):
+        if board_open(&self.board, words_at(words), rank, &bell.bell):
             raise MemoryError
-        self.held = [(words, doorbell)]
+        self.held = [(words, bell)]
         self.board.spins, self.board.yields, self.board.slow_ns = spins, yields, slow_ns
         self.board.halves[0], self.board.halves[1] = halves
         for kind, (base, stride, count) in enumerate(rows):

@@ -65,10 +65,13 @@ def test_tensors_without_memory_are_refused(tenant: Tenant) -> None:
             pg.all_reduce(tensor)
         return tensor.sum()
 
-    with FakeTensorMode():
-        fake = torch.ones(3)
+    fakes = []
+    for _ in range(2):  # tensors of a mode have state that threads share
+        with FakeTensorMode():
+            fakes.append(torch.ones(3))
 
     def body(pg: ProcessGroup) -> None:
+        fake = fakes[pg.rank()]
         refused(pg, "tensor is a FakeTensor", fake)
         with pytest.raises(InvalidUsageError, match=r"obj\[0\] cannot travel safely: type FakeTensor"):
             pg.all_gather_object([fake])

@@ -84,7 +84,7 @@ class Pair:
 
 def made(own: memoryview, doorbell: Doorbell) -> Arrivals:
     rows = [(row.base, row.stride, row.count) for row in PIECES]
-    return Arrivals(0, own, doorbell, 1, 1 << 30, 0, (0, 0), rows)
+    return Arrivals(0, own, doorbell.bell, 1, 1 << 30, 0, (0, 0), rows)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Doorbells: waking a process that sleeps instead of polling shared memory.
 
 A pipe whose write end peers open through ``/proc/<pid>/fd/<fd>``: it has no name, and only processes
-of the same user can open it. A ring is a hint and may be lost: sleepers look again on their own.
+of the same user can open it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import attrs
 
 from dist2.errors import PeerLostError
+from dist2.operation.engine import Bell
 from dist2.runtime.resources import check_scarcity, system_call
 
 
@@ -36,12 +37,14 @@ class Doorbell:
 
     Attributes:
         locator: For peers.
+        bell: Counts the threads that sleep on it.
     """
 
     def __init__(self) -> None:
         with system_call("pipe2"):
             self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.locator = DoorbellLocator(os.getpid(), self._write_fd)
+        self.bell = Bell(self._read_fd)
 
     def fileno(self) -> int:
         """Return the descriptor that is readable after a ring."""
@@ -50,11 +53,6 @@ class Doorbell:
     def ring(self) -> None:
         """Wake the sleepers of this process."""
         _write(self._write_fd)
-
-    def silence(self) -> None:
-        """Drain the rings so far; call before checking the state that they announce."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._read_fd, 65536)
 
     def close(self) -> None:
         """Close both ends."""

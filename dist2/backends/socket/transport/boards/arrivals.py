@@ -18,7 +18,7 @@ import os
 from dist2.backends.socket.transport.boards.control_words import WORDS
 from dist2.backends.socket.transport.boards.pieces import PIECES
 from dist2.backends.socket.transport.doorbell import Doorbell
-from dist2.operation.engine import Arrivals
+from dist2.operation.engine import Arrivals, Bell
 
 _SLOW_YIELD_NS = 200_000
 """Longest normal yield for each rank that shares the core: after a longer one another process has it."""
@@ -46,20 +46,13 @@ def new_arrivals(
     cores = len(os.sched_getaffinity(0))
     slow_ns = _SLOW_YIELD_NS * -(-members // cores)
     yields = _FEW_YIELDS if members > cores else _MANY_YIELDS
-    return Arrivals(rank, own, doorbell, spins, yields, slow_ns, halves, _ROWS)
-
-
-class _NoDoorbell:
-    """Of a member that nobody wakes."""
-
-    def fileno(self) -> int:
-        return -1
+    return Arrivals(rank, own, doorbell.bell, spins, yields, slow_ns, halves, _ROWS)
 
 
 def lone_arrivals(rank: int) -> Arrivals:
     """Return the arrivals of a member without a board: its plans have no fences, and use no slots."""
     words = memoryview(bytearray(8 * WORDS)).cast("Q")
-    return Arrivals(rank, words, _NoDoorbell(), 0, 0, 0, (0, _MOST_BYTES), _ROWS)
+    return Arrivals(rank, words, Bell(-1), 0, 0, 0, (0, _MOST_BYTES), _ROWS)
 
 
 def default_spins(ranks_here: int, pids: set[int], spin_us: float | None) -> int:

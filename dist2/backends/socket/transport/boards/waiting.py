@@ -145,6 +145,8 @@ class Waiting:
         self, arrived: Callable[[], bool], operation: Operation, missing: Callable[[], list[int]]
     ) -> None:
         arrivals, messages = self._arrivals, self._roster.messages
+        bell, rung = self._doorbell.bell, False
+        bell.enter()
         self._own[SLEEPING] = arrivals.sleeping_word()
         arrivals.order()  # the nap is out before words and states of the others are read again
         try:
@@ -160,7 +162,9 @@ class Waiting:
             for _, member in self._roster.peers:
                 if member.neighbour.fileno() >= 0:
                     poll.register(member.neighbour.fileno(), select.POLLIN)
-            poll.poll(longest_ms)
-            self._doorbell.silence()
+            rung = any(fd == self._doorbell.fileno() for fd, _ in poll.poll(longest_ms))
         finally:
             self._own[SLEEPING] = 0
+            before = bell.leave()
+        if rung and not arrived():
+            bell.await_reading(before)
