@@ -283,6 +283,7 @@ class _Diagnostician:
         of_most = [each for each in calls if self._is_of_all(each)]
         self._apart += [missing.rank for each in of_most for missing in each.missing]
         culprits = sorted({*blamed, *odd, *unwell, *self._apart})
+        verdict += self._unseen(culprits)
         return Diagnosis(
             verdict=tuple(verdict),
             culprits=tuple(culprits),
@@ -292,6 +293,14 @@ class _Diagnostician:
             divergences=divergences,
             silent={rank: each.why_silent for rank, each in silent.items()},
         )
+
+    def _unseen(self, culprits: Iterable[int]) -> Iterator[str]:
+        """Yield, once for all culprits, why it cannot be seen where they stand."""
+        outside = {rank: self._answers[rank].outside or {} for rank in culprits if rank in self._answers}
+        reasons = {rank: seen["unseen"] for rank, seen in outside.items() if seen.get("unseen")}
+        if reasons:
+            verb = "stands" if len(reasons) == 1 else "stand"
+            yield f"it is not known where {named(list(reasons))} {verb}: {next(iter(reasons.values()))}"
 
     def _judged(self, waiting: list[Waiting], with_idle: bool) -> tuple[list[int], list[list[int]]]:
         """Make the edges of some operations; return the ranks to blame, and the cycles that remain."""

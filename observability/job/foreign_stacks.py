@@ -35,6 +35,7 @@ SIGNAL_S = 0.5
 """How long a process may take to write its stacks."""
 FRESH_S = 3.0
 """A view that is no older is given again: pages ask once a second."""
+INSTALL = "pip install 'dist2[stacks]'"
 MAX_FRAMES = 64
 _THREAD = re.compile(r"(?m)^(?:Thread|Current thread) 0x[0-9a-f]+.*$")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
@@ -51,11 +52,13 @@ class View:
         threads: Its Python threads, the main thread last; empty if they cannot be read.
         position: Where its main thread was when last seen, in words; empty if unknown.
         source: How that was found.
+        reason: Why nothing was found.
     """
 
     threads: tuple[Thread, ...] = ()
     position: str = ""
     source: str = ""
+    reason: str = ""
 
 
 @attrs.frozen
@@ -145,7 +148,8 @@ def view_of(pid: int) -> View:
     known = _views.get(pid)
     if known is not None and time.monotonic() - known[0] < FRESH_S:
         return known[1]
-    found = _by_pyspy(pid) or _by_signal(pid) or _last_seen(pid) or View()
+    by_pyspy = _by_pyspy(pid)
+    found = by_pyspy if by_pyspy.threads else _by_signal(pid) or _last_seen(pid) or by_pyspy
     if len(_views) > 256:
         _views.clear()
     _views[pid] = time.monotonic(), found
@@ -159,7 +163,7 @@ def pyspy(pid: int, *options: str) -> tuple[str, str]:
     """Return the output of ``py-spy dump`` and the reason for none."""
     program = shutil.which("py-spy") or shutil.which("py-spy", path=Path(sys.executable).parent)
     if program is None:
-        return "", "py-spy is not installed"
+        return "", f"py-spy is not installed: {INSTALL}"
     command = [program, "dump", "--pid", str(pid), *options]
     try:
         done = subprocess.run(
@@ -174,8 +178,8 @@ def pyspy(pid: int, *options: str) -> tuple[str, str]:
     )
 
 
-def _by_pyspy(pid: int) -> View | None:
-    text, _ = pyspy(pid, "--json", "--nonblocking")
+def _by_pyspy(pid: int) -> View:
+    text, reason = pyspy(pid, "--json", "--nonblocking")
     with suppress(ValueError, KeyError, TypeError):
         threads = tuple(
             {
@@ -190,8 +194,9 @@ def _by_pyspy(pid: int) -> View | None:
             }
             for each in json.loads(text)
         )
-        return View(threads, source="py-spy") if threads else None
-    return None
+        if threads:
+            return View(threads, source="py-spy")
+    return View(reason=reason)
 
 
 # A signal

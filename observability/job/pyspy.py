@@ -36,7 +36,7 @@ def _own_dump(why: str) -> str:
     head = (
         f"Process {os.getpid()}: {' '.join([sys.executable, *sys.argv])}",
         f"Python v{python_version()} ({sys.executable})",
-        f"{why}: Python frames only",
+        f"{why}; Python frames only",
     )
     return "\n\n".join(["\n".join(head), *map(_thread, stacks())]) + "\n"
 

@@ -186,6 +186,7 @@ class Outside:
         threads: Name, state and kernel function of each thread.
         stands: Where its main thread stands in Python, in words; empty where that cannot be seen.
         python: Its Python threads, as in the answer of ``/stacks``.
+        unseen: Why it cannot be seen where its main thread stands, and the remedy; empty where it can.
     """
 
     state: str
@@ -194,6 +195,7 @@ class Outside:
     cause: str = ""
     stands: str = ""
     python: tuple[dict[str, Any], ...] = ()
+    unseen: str = ""
 
 
 def look_at(process: Process) -> Outside | None:
@@ -214,7 +216,7 @@ def look_at_pid(pid: int) -> Outside:
     view = view_of(pid)
     place = _stands(view)
     stands = f"{place} (by {view.source})" if place else ""
-    return attrs.evolve(found, stands=stands, python=view.threads)
+    return attrs.evolve(found, stands=stands, python=view.threads, unseen="" if place else view.reason)
 
 
 def _stands(view: View) -> str:

@@ -19,7 +19,7 @@ import attrs
 import torch
 
 from observability.frames import frames_of_threads
-from observability.job.foreign_stacks import view_of
+from observability.job.foreign_stacks import INSTALL, view_of
 from observability.job.stacks import kernel_view, of_the_program_in
 
 AFTER_S = 1.0
@@ -81,7 +81,7 @@ def told_workers(thread_id: int) -> str:
             break
     if unread and not found:
         numbers = ", ".join(map(str, unread[:MOST_UNREAD]))
-        found.append(f"it waits for a worker process ({numbers}), whose line needs py-spy")
+        found.append(f"it waits for a worker process ({numbers}), whose line needs py-spy: {INSTALL}")
     return "; ".join(found)
 
 

@@ -252,8 +252,9 @@ def test_stacks_come_from_py_spy_where_it_works(
         assert answer.text == f"asked: dump --pid {os.getpid()} --native --nonblocking\n"
         return
     assert answer.text.startswith(f"Process {os.getpid()}: ")
-    why = "py-spy is not installed" if exit_code is None else "py-spy failed: not permitted"
-    assert f"{why}: Python frames only" in answer.text
+    missing = "py-spy is not installed: pip install 'dist2[stacks]'"
+    why = missing if exit_code is None else "py-spy failed: not permitted"
+    assert f"{why}; Python frames only" in answer.text
     assert f'Thread {threading.main_thread().native_id}: "MainThread"' in answer.text
     assert "    test_stacks_come_from_py_spy_where_it_works (test_acts.py:" in answer.text
 

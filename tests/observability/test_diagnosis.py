@@ -206,6 +206,17 @@ def test_a_slow_rank_is_the_culprit_where_nothing_else_is_wrong() -> None:
     assert found.silent == {1: f"{NO_ANSWER} 1.0 s; process 7 is running: no lock"}
 
 
+def test_the_verdict_says_once_why_no_line_is_known() -> None:
+    unseen = {"state": "S", "words": "it is asleep", "cause": "", "unseen": "py-spy is not installed: pip"}
+    silent = Answer(silence=f"{NO_ANSWER} 1.0 s", outside=unseen)
+    seen = Answer(silence=silent.silence, outside={**unseen, "stands": "it is at job.py:1", "unseen": ""})
+    answers = {0: rank(5, operation(5), ranks="0-3"), 1: silent, 2: silent, 3: seen}
+    found = diagnose(answers, AFTER_S)
+    assert found.culprits == (1, 2, 3)
+    hints = [each for each in found.verdict if "py-spy" in each]
+    assert hints == ["it is not known where ranks 1, 2 stand: py-spy is not installed: pip"]
+
+
 def test_ranks_of_other_hosts_are_judged_by_the_operation_they_were_seen_at() -> None:
     def elsewhere(seq: int) -> Answer:
         return Answer(silence=f"{ELSEWHERE} host b", seen={"w": f"all_reduce(float32[4]) #{seq} at job.py:1"})

@@ -73,10 +73,10 @@ def test_a_process_is_seen_without_its_help(silent: int, monkeypatch: pytest.Mon
     assert main_of(by_signal)[0]["name"] == "hold_the_lock"
     assert Path(main_of(by_signal)[0]["file"]) == Path(__file__)
     by_pyspy = foreign_stacks._by_pyspy(silent)
-    if by_pyspy is not None:  # installed, and permitted by the kernel
+    if by_pyspy.threads:  # installed, and permitted by the kernel
         frames = [(each["name"], each["line"]) for each in main_of(by_pyspy)[:1]]
         assert frames == [(each["name"], each["line"]) for each in main_of(by_signal)[:1]]
-    monkeypatch.setattr(foreign_stacks, "_by_pyspy", lambda pid: None)
+    monkeypatch.setattr(foreign_stacks, "_by_pyspy", lambda pid: View())
     seen = look_at_pid(silent)
     assert seen.stands.endswith(" in hold_the_lock (by faulthandler)")
     assert seen.python == view_of(silent).threads
@@ -111,10 +111,23 @@ def test_what_py_spy_says_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name, path=None: f"/bin/{name}")
     monkeypatch.setattr(subprocess, "run", run)
     found = foreign_stacks._by_pyspy(4711)
-    assert found is not None
     assert main_of(found) == [{"name": "load", "file": "/x/job.py", "line": 7}]
     assert found.threads[0]["name"] == "thread 4711"
-    assert [foreign_stacks._by_pyspy(4711) for _ in range(3)] == [None] * 3
+    assert [foreign_stacks._by_pyspy(4711) for _ in range(3)] == [View()] * 3
+
+
+def test_what_would_show_a_line_that_cannot_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process without a control plane, and no py-spy."""
+    monkeypatch.setattr(foreign_stacks, "FRESH_S", 0.0)
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
+    with subprocess.Popen(["sleep", "600"]) as process:
+        seen = look_at_pid(process.pid)
+        monkeypatch.setattr(shutil, "which", lambda name, path=None: "/bin/false")
+        refused = look_at_pid(process.pid)
+        process.kill()
+    assert (seen.stands, refused.stands) == ("", "")
+    assert seen.unseen == "py-spy is not installed: pip install 'dist2[stacks]'"
+    assert refused.unseen.startswith("py-spy failed")
 
 
 def test_the_last_control_plane_closes_the_memory() -> None:

@@ -73,5 +73,6 @@ def test_a_worker_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch) 
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as worker:
         monkeypatch.setattr(workers, "worker_processes", lambda: iter([worker.pid]))
         told = workers.told_workers(threading.get_ident())
-        assert told == f"it waits for a worker process ({worker.pid}), whose line needs py-spy"
+        words = f"it waits for a worker process ({worker.pid}), whose line needs py-spy"
+        assert told == f"{words}: {foreign_stacks.INSTALL}"
         worker.communicate(b"\n")
