@@ -196,12 +196,14 @@ class Ranks:
             process.terminate()
             process.send_signal(signal.SIGCONT)  # a process that is stopped handles no other signal
         deadline_ns = deadline_in(GRACE_S)
+        with suppress(KeyboardInterrupt):  # a second Ctrl-C ends the grace period
+            for process in processes:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(remaining_s(deadline_ns))
         for process in processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(remaining_s(deadline_ns))
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            process.kill()  # nothing where it has ended
+        for process in processes:
+            process.wait()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

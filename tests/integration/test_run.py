@@ -175,6 +175,31 @@ def test_a_signal_ends_all(tmp_path: Path) -> None:
     assert not processes_with(str(program))
 
 
+STUBBORN = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, lambda number, frame: print("told", flush=True))
+print("there", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def test_a_second_ctrl_c_ends_ranks_that_do_not_end_by_themselves(tmp_path: Path) -> None:
+    program = written(tmp_path, STUBBORN)
+    process = start(command("-n", "1", program))
+    assert process.stdout is not None
+    assert process.stdout.readline() == "there\n"
+    os.kill(process.pid, signal.SIGINT)
+    assert process.stdout.readline() == "told\n"
+    os.kill(process.pid, signal.SIGINT)
+    output, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (128 + signal.SIGINT, ""), Ended(
+        process.returncode, output, errors
+    )
+    assert not processes_with(str(program))
+
+
 def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["-n", "0", "x.py"])
