@@ -140,7 +140,7 @@ class Rank(Member):
         """Return the next calls: the ranks have called so many more whenever they are asked."""
         first, last = after_ns // CALL_NS + 1, after_ns // CALL_NS + entries
         late_ns = LATE_NS if self.is_late else 0
-        called_ns = [[seq, seq * CALL_NS + late_ns] for seq in range(first, last + 1)]
+        called_ns = [each for seq in range(first, last + 1) for each in (seq, seq * CALL_NS + late_ns)]
         told = {"ranks": f"0-{len(self.ranks) - 1}", "called_ns": called_ns, "stride": 1, "torn": False}
         groups = [{**told, "uid": name, "group": name, "roots": [], "joint": []} for name in GROUPS]
         times = {"now_ns": time.monotonic_ns(), "newest_ns": last * CALL_NS}

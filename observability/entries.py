@@ -15,6 +15,7 @@ import os
 import socket
 from collections.abc import Iterable
 from functools import lru_cache
+from itertools import chain
 from time import monotonic_ns
 from typing import Any
 
@@ -58,6 +59,8 @@ _COUNTED = MEETINGS | FROM_ROOT
 MOST_TOLD = 512
 """Operations of a group in one report."""
 
+_PAIRS = ("called_ns", "roots", "joint")
+
 OUT_OF_ORDER_NS = 1_000_000_000
 """By how much the recorder's order may differ from that of the beginnings: threads take turns."""
 
@@ -88,8 +91,9 @@ class Entries:
     joint: tuple[tuple[int, int], ...] = ()
 
     def document(self) -> Document:
-        """Return it as JSON has it."""
-        return {**attrs.asdict(self, recurse=False), "ranks": rank_text(self.ranks)}
+        """Return it as JSON has it; pairs one after another, as a list for each would take as long again."""
+        pairs = {name: list(chain.from_iterable(getattr(self, name))) for name in _PAIRS}
+        return {**attrs.asdict(self, recurse=False), **pairs, "ranks": rank_text(self.ranks)}
 
     @classmethod
     def of(cls, document: Document) -> Entries:
@@ -102,11 +106,9 @@ class Entries:
             uid=str(document["uid"]),
             group=str(document["group"]),
             ranks=_members(str(document["ranks"])),
-            called_ns=_pairs(document["called_ns"]),
             stride=max(1, int(document["stride"])),
             torn=bool(document["torn"]),
-            roots=_pairs(document["roots"]),
-            joint=_pairs(document["joint"]),
+            **{name: _paired(document[name]) for name in _PAIRS},
         )
 
 
@@ -115,8 +117,9 @@ def _members(text: str) -> tuple[int, ...]:
     return tuple(ranks_of(text))
 
 
-def _pairs(listed: Iterable[Iterable[Any]]) -> tuple[tuple[int, int], ...]:
-    return tuple([(int(first), int(second)) for first, second in listed])
+def _paired(listed: Iterable[Any]) -> tuple[tuple[int, int], ...]:
+    numbers = list(map(int, listed))
+    return tuple(zip(numbers[::2], numbers[1::2], strict=True))
 
 
 def entries_of(

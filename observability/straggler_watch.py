@@ -76,17 +76,20 @@ class StragglerWatch:
             most = max(LEAST_TOLD, min(MOST_TOLD, TOLD_IN_ALL // len(ranks)))
             answers = self._ask({rank: self._after_ns.get(rank, 0) for rank in ranks}, most)
             with no_collection():  # of the calls of thousands of ranks, none is garbage yet
-                read = {rank: self._read(rank, answers.get(rank, UNKNOWN)) for rank in ranks}
-                told = {rank: entries for rank, entries in read.items() if entries is not None}
-                with self._lock:
-                    for rank, entries in told.items():
-                        offset = self._clocks[rank].at(monotonic_ns())
-                        assert offset is not None  # there is a sample: the answer
-                        self._ledger.take(rank, entries, offset, self._processes[rank])
-                    found = tuple(self._ledger.close(told))
+                found = self._judged(ranks, answers)
             self._say(found)
             self.stragglers = found
         return found
+
+    def _judged(self, ranks: Iterable[int], answers: Mapping[int, Answer]) -> tuple[Straggler, ...]:
+        read = {rank: self._read(rank, answers.get(rank, UNKNOWN)) for rank in ranks}
+        told = {rank: entries for rank, entries in read.items() if entries is not None}
+        with self._lock:
+            for rank, entries in told.items():
+                offset = self._clocks[rank].at(monotonic_ns())
+                assert offset is not None  # there is a sample: the answer
+                self._ledger.take(rank, entries, offset, self._processes[rank])
+            return tuple(self._ledger.close(told))
 
     def start(self) -> None:
         """Look again and again, in a thread."""

@@ -37,7 +37,7 @@ Nothing of this runs in an operation: it reads the flight recorder.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Container, Iterable, Mapping
 from math import comb
 from typing import Any
@@ -117,7 +117,7 @@ class Straggler:
 
 @attrs.define
 class _Block:
-    """Operations in a row: how many, over how long, and how late each rank was in all of them."""
+    """Operations in a row: how many, over how long, and how late each late rank was in all of them."""
 
     operations: int = 0
     span_ns: int = 0
@@ -137,8 +137,10 @@ class _Block:
         """Return which part of the time a rank cost the others."""
         return self.late_ns.get(rank, 0) / max(1, self.span_ns)
 
-    def is_costly(self, rank: int) -> bool:
-        return self.share(rank) > SHARE and self.mean_late_ns(rank) > LEAST_S * 1e9
+    def costly(self) -> list[int]:
+        """Return the ranks whose lateness costs much."""
+        least_ns = max(SHARE * max(1, self.span_ns), LEAST_S * 1e9 * max(1, self.operations))
+        return [rank for rank, each_ns in self.late_ns.items() if each_ns > least_ns]
 
 
 def _merged(blocks: Iterable[_Block]) -> _Block:
@@ -207,11 +209,10 @@ class _GroupLedger:
         self.telling = tuple(rank for rank in self.ranks if rank in telling)
         if len(self.telling) < 2:
             return
-        whole = sorted(seq for seq, times in self.pending.items() if times.keys() >= set(self.telling))
+        needed = set(self.telling)
+        whole = sorted(seq for seq, times in self.pending.items() if times.keys() >= needed)
         for seq in whole:
-            times = self.pending.pop(seq)
-            told = {rank: times[rank] for rank in self.telling}
-            self._operation(told, errors, self.roots.get(seq), self.joint.get(seq, -1))
+            self._operation(self.pending.pop(seq), errors, self.roots.get(seq), self.joint.get(seq, -1))
         if whole:
             self.closed_seq = whole[-1]
             for seq in [seq for seq in self.pending if seq < self.closed_seq]:
@@ -220,15 +221,15 @@ class _GroupLedger:
     def _operation(
         self, times: Mapping[int, int], errors: Mapping[int, int], root: int | None, step: int
     ) -> None:
-        in_order = sorted(times.items(), key=lambda pair: pair[1])
-        middle_rank, middle_ns = in_order[(len(in_order) - 1) // 2]
-        doubt_ns = errors.get(middle_rank, 0)
+        in_order = sorted(self.telling, key=times.__getitem__)
+        middle = (len(in_order) - 1) // 2
+        known_ns = times[in_order[middle]] + errors.get(in_order[middle], 0)
         late_ns = {
-            rank: max(0, at_ns - middle_ns - doubt_ns - errors.get(rank, 0))
-            for rank, at_ns in times.items()
-            if root is None or rank == root
+            rank: each_ns
+            for rank in in_order[middle + 1 :]
+            if (each_ns := times[rank] - known_ns - errors.get(rank, 0)) > 0 and root in (None, rank)
         }
-        before_ns, self.last_ns = self.last_ns, in_order[-1][1]  # no rank leaves before
+        before_ns, self.last_ns = self.last_ns, times[in_order[-1]]  # no rank leaves before
         if not before_ns:
             return  # there is no time between two
         occasions, cost_ns = self._cost(late_ns, step)
@@ -268,11 +269,12 @@ class _GroupLedger:
     def stragglers(self) -> dict[int, Straggler]:
         found: dict[int, Straggler] = {}
         for blocks in self.windows():
-            costly = {rank: sum(block.is_costly(rank) for block in blocks) for rank in self.telling}
-            whole, total = _merged(blocks), sum(costly.values())
+            told = set(self.telling)
+            costly = Counter(rank for block in blocks for rank in block.costly() if rank in told)
+            whole, total = _merged(blocks), costly.total()
             tests = len(self.telling) * len(SCALES)
-            for rank in self.telling:
-                if rank in found or not whole.is_costly(rank) or not self._is_later(rank, whole):
+            for rank in sorted(told.intersection(whole.costly())):
+                if rank in found or not self._is_later(rank, whole):
                     continue
                 probability = tests * chance(costly[rank], total, len(self.telling), len(blocks))
                 if probability < ALPHA:
@@ -358,10 +360,9 @@ class Ledger:
 
     def _count(self, uid: str, group: _GroupLedger, stragglers: Mapping[int, Straggler]) -> None:
         """Count the lateness of stragglers: in the blocks that the verdict is based on, and later ones."""
-        for rank in group.ranks:
-            if rank not in stragglers:
-                self._counted.pop((uid, rank), None)
-                continue
+        for key in [key for key in self._counted if key[0] == uid and key[1] not in stragglers]:
+            del self._counted[key]
+        for rank in stragglers:
             since = self._counted.get((uid, rank), group.ended - BLOCKS)
             fresh = min(group.ended - since, len(group.blocks))
             late_ns = sum(block.late_ns.get(rank, 0) for block in list(group.blocks)[-fresh:] if fresh)
