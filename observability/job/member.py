@@ -47,9 +47,6 @@ REFRESH_S = 2.0
 NOTICE_S = 15.0
 """How long a rank holds itself for waited for without a repetition."""
 
-JOB_AGE_S = 0.25
-"""An answer about the job that is no older is given again."""
-
 MAX_NOTICES = 64
 
 
@@ -306,11 +303,12 @@ class Member:
     def job(self, limit_s: float = RANK_S) -> dict[str, Any]:
         """Describe all ranks; a rank that has not answered after the limit is silent.
 
-        Several that ask at a time, such as open pages, get one answer.
+        Those that ask while another answer is being made, such as open pages, get one answer; none is older
+        than its question.
         """
         asked = time.monotonic()
         with self._asking:
-            if self._job is None or self._job[0] < asked - JOB_AGE_S:
+            if self._job is None or self._job[0] < asked:
                 self._job = time.monotonic(), self._ask_job(limit_s)
             return self._job[1]
 

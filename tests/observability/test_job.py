@@ -32,6 +32,7 @@ from dist2.security.authenticator import Credentials
 from dist2.store import PrefixStore
 from observability.client import Asker
 from observability.flight_recorder import FlightRecorder
+from observability.job.answer import RANK_S, Answer
 from observability.job.directory import Directory, Entry
 from observability.job.lines import encoded
 from observability.job.member import Member, Notice
@@ -94,7 +95,7 @@ def test_a_missing_rank_is_named_everywhere_while_it_is_missing(tenant: Tenant) 
         seen["metrics"] = observability.read_metrics(victim.url, victim.token)
         seen["desync"] = get(mine, "/desync?after_ms=100")[1]
         servers = stage.servers.values()
-        for each in servers:  # an answer may be a moment old
+        for each in servers:  # a rank may have come a moment later than another
             until(partial(is_waiting, each))
         seen["job"] = [get(server, "/job")[1] for server in servers]
         seen["stacks"] = get(victim, "/stacks?rank=2")[1]["ranks"]
@@ -143,6 +144,50 @@ def test_a_missing_rank_is_named_everywhere_while_it_is_missing(tenant: Tenant) 
     assert by_rank[0]["missing"] == [2]
     assert by_rank[2]["waiting_ranks"] == [0, 1]
     assert by_rank[2]["event"].startswith("rank 2 is waited for by ranks 0, 1 in all_reduce #2 of group")
+
+
+def test_an_answer_is_shared_by_those_that_ask_meanwhile_and_never_older_than_its_question() -> None:
+    asked: list[int] = []
+    begun, goes_on = threading.Event(), threading.Event()
+    come = threading.Semaphore(0)
+
+    class Turn:
+        """A lock that tells who has come to it."""
+
+        def __init__(self) -> None:
+            self._lock = threading.Lock()
+
+        def __enter__(self) -> None:
+            come.release()
+            self._lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self._lock.release()
+
+    class Asked(Member):
+        def everyone(self, limit_s: float = RANK_S, **wanted: object) -> dict[int, Answer]:
+            asked.append(len(asked))
+            begun.set()
+            goes_on.wait(SOON_S)
+            return {0: self.own_answer({})}
+
+    member: Any = Asked(Metrics(), FlightRecorder())
+    member._asking = Turn()
+    answers: list[dict[str, Any]] = []
+    threads = [threading.Thread(target=lambda: answers.append(member.job())) for _ in range(5)]
+    threads[0].start()
+    assert begun.wait(SOON_S)
+    for thread in threads[1:]:
+        thread.start()
+    for _ in threads:
+        assert come.acquire(timeout=SOON_S)
+    goes_on.set()
+    for thread in threads:
+        thread.join(SOON_S)
+    assert len(answers) == 5
+    assert len(asked) == 2, "one before the four asked, and one for all four"
+    member.job()
+    assert len(asked) == 3, "what has happened since must be seen"
 
 
 @pytest.mark.parametrize("token", [None, "given-token", "silent"])

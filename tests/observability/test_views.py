@@ -19,7 +19,6 @@ import dist2
 import observability
 from dist2.errors import PeerLostError
 from dist2.operation.kinds import OpKind
-from observability.job import member
 from observability.job.diagnosis import Diagnosis, Missing, Waiting
 from observability.metrics import Metrics
 from observability.server import events, history
@@ -124,7 +123,6 @@ def test_the_stream_has_each_line_about_a_wait_once(
     server: observability.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(events, "EVERY_S", 0.01)
-    monkeypatch.setattr(member, "JOB_AGE_S", 0.0)
     log = server._member.waiting_log
     assert log is not None
     missing = (Missing(2, "", "it sleeps", answers=True),)
