@@ -27,14 +27,17 @@ class WaitingLog:
     """Logs the waits of the job.
 
     Args:
-        quiet_s: A wait is over if no rank has asked for so long.
+        quiet_s: A wait is over if no rank has asked for so long,
+        rests: and for so many times the time that the latest diagnosis took, as ranks pause after a slow one.
 
     Attributes:
         lines: The last lines as data, the oldest first.
     """
 
-    def __init__(self, quiet_s: float) -> None:
+    def __init__(self, quiet_s: float, rests: float = 0.0) -> None:
         self._quiet_s = quiet_s
+        self._rests = rests
+        self._over_after_s = quiet_s
         self._lock = threading.Lock()
         self._since = self._heard = 0.0
         self._logged = 0
@@ -50,6 +53,7 @@ class WaitingLog:
                 return
             if not self._logged:
                 self._since = now - max(each.age_s for each in found.waiting)
+            self._over_after_s = self._quiet_s + self._rests * found.took_s
             self._heard, waited_s = now, now - self._since
             due = sum(waited_s >= age_s for age_s in AGAIN_S)
             if due == self._logged and set(found.culprits) <= set(self._culprits):
@@ -61,9 +65,9 @@ class WaitingLog:
         self._write(level, f"the job waits for {waited_s:.1f} s: {verdict}", fields)
 
     def look(self, rank: int) -> None:
-        """Log the end of a wait, once no rank has asked for a while."""
+        """Log the end of a wait, once no rank has asked for a while; not for a rank that waits itself."""
         with self._lock:
-            if self._logged and time.monotonic() - self._heard > self._quiet_s:
+            if self._logged and time.monotonic() - self._heard > self._over_after_s:
                 self._end(rank)
 
     def _end(self, rank: int) -> None:

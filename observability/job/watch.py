@@ -116,7 +116,7 @@ class Watch:
         self._silent: dict[int, float] = {}
         self._late_hub: int | None = None
         self._logged: set[Key] = set()
-        self._waiting_log = WaitingLog(QUIET * max(after_s, self._spread_s()) + RANK_S)
+        self._waiting_log = WaitingLog(QUIET * max(after_s, self._spread_s()) + RANK_S, 1 + REST)
         member.waiting_log = self._waiting_log
         self._thread = threading.Thread(target=self._run, name="dist2-job-watch", daemon=True)
 
@@ -171,11 +171,11 @@ class Watch:
         now_ns = time.monotonic_ns()
         main, in_flight = self._member.witness.look(), self._member.witness.in_flight()
         memory.note(main["place"])
-        self._waiting_log.look(self._member.rank)
         old = [each for each in in_flight if now_ns - each.created_ns >= self.after_s * 1e9]
         in_other_call = str(main["inside"]).startswith(DIST2S) and not in_flight
         if not old and not (in_other_call and main["for_s"] >= self.after_s):
             self._all_went_on()
+            self._waiting_log.look(self._member.rank)
             return
         known = {wait.operation: wait.found for wait in self.waits}
         self.waits = tuple(Wait(each, self._key(each), known.get(each)) for each in old)

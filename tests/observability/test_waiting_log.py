@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import attrs
 import pytest
 from support.captured_logs import logged
 
@@ -59,3 +60,17 @@ def test_a_second_wait_is_another_one() -> None:
         "the job goes on, after a wait of about 1.0",
         "the job waits for 2.0",
     ]
+
+
+def test_a_wait_is_not_over_while_ranks_pause_after_a_slow_diagnosis(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    log = WaitingLog(quiet_s=4.0, rests=5.0)
+    with logged() as records:
+        log.diagnosed(0, attrs.evolve(waits(1.0), took_s=1.2))
+        for clock[0] in (1005.0, 1009.9):
+            log.look(0)
+        assert len(records) == 1
+        clock[0] = 1010.1
+        log.look(0)
+    assert records[1]["event"] == "the job goes on, after a wait of about 1.0 s"

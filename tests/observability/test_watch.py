@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support.fake_groups import FakeGroup, info_of
@@ -100,3 +101,21 @@ def test_ranks_of_a_large_job_read_the_entries_of_the_hubs() -> None:
     reader = Directory(store, Credentials(), "g")
     reader.refresh(range(6), only_hubs=True)
     assert sorted(reader.entries) == [0, 1, 2, 4]
+
+
+def test_a_rank_that_waits_itself_does_not_say_that_the_job_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may ask seldom: it rests after slow answers."""
+    watch, _ = watch_of(64, 0)
+    in_flight = [Mock(created_ns=0)]
+    main: dict[str, Any] = {"place": "", "inside": None, "for_s": 0.0}
+    witness = Mock(look=lambda: main, in_flight=lambda: in_flight)
+    monkeypatch.setattr(watch._member, "witness", witness)
+    monkeypatch.setattr(watch, "_find_out", lambda: None)
+    monkeypatch.setattr(watch, "_key", lambda operation: ("uid", 7, False, -1))
+    looks: list[int] = []
+    monkeypatch.setattr(watch._waiting_log, "look", looks.append)
+    watch.look()
+    assert not looks
+    in_flight.clear()
+    watch.look()
+    assert looks == [0]
