@@ -8,7 +8,7 @@ sequence in the name of a group would reach the terminal otherwise.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 from rich.box import SIMPLE_HEAD
@@ -41,6 +41,10 @@ COLUMNS = ("rank", "state", "group", "last operation", "in flight", "age", "miss
 NUMBERS = ("ops/s", "payload", "bus")
 LEFT_OUT = ("bus", "payload", "step", "ops/s", "last operation", "group")
 """Columns that a narrow terminal leaves out, in this order: the ranks in trouble stay legible."""
+WHOLE = {"rank": 4, "state": 10}
+"""Columns that are never cut, with their widths: they say whom it is about."""
+NARROW = 72
+"""Below this width, late ranks are told with their share of the time alone."""
 BETWEEN = 3
 """Spaces between two columns."""
 
@@ -91,7 +95,7 @@ class Frame:
             if self.job.get("slow_step"):
                 parts.append(_banner(f"Slow: {self.job['slow_step']}", "yellow"))
             parts.append(self._ranks(most_rows, width))
-            parts.extend(self._stragglers())
+            parts.extend(self._stragglers(width))
         return Group(*parts)
 
     def _title(self) -> Text:
@@ -116,7 +120,8 @@ class Frame:
         names = _fitting(cells, width)
         for name in names:
             right = name in ("rank", "age", "step", *NUMBERS)
-            table.add_column(name, justify="right" if right else "left", no_wrap=True)
+            least = WHOLE.get(name)
+            table.add_column(name, justify="right" if right else "left", no_wrap=True, min_width=least)
         for row, each in zip(rows, cells, strict=False):
             table.add_row(*(_text(each[name]) for name in names), style=STYLES[row.state])
         shown = Padding(table, (1, 0, 0, 0))
@@ -124,7 +129,7 @@ class Frame:
             return shown
         return Group(shown, _text(f"  {left_out} more rows; those of ranks in trouble come first"))
 
-    def _stragglers(self) -> Iterator[RenderableType]:
+    def _stragglers(self, width: int | None) -> Iterator[RenderableType]:
         if self.stragglers is None:
             return
         ranking = [each for each in self.stragglers["ranking"] if each["share"] > 0][:SHOWN_STRAGGLERS]
@@ -132,18 +137,22 @@ class Frame:
         if not ranking:
             return
         table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-        for name in ("late rank", "group", "mean lateness", "share of the time", "verdict"):
-            table.add_column(name, justify="left" if name in ("group", "verdict") else "right", no_wrap=True)
+        names: tuple[str, ...] = ("late rank", "group", "share", "late by", "verdict")
+        if width is not None and width < NARROW:
+            names = names[:3]
+        for name in names:
+            justify: Literal["left", "right"] = "left" if name in ("group", "verdict") else "right"
+            table.add_column(name, justify=justify, no_wrap=True)
         for each in ranking:
             is_straggler = (each["rank"], each["group"]) in found
-            table.add_row(
+            cells = (
                 str(each["rank"]),
                 _text(each["group"]),
-                time_text(each["late_s"]),
                 f"{each['share']:.1%}",
+                time_text(each["late_s"]),
                 "straggler" if is_straggler else "within the noise",
-                style="yellow" if is_straggler else "none",
             )
+            table.add_row(*cells[: len(names)], style="yellow" if is_straggler else "none")
         yield Padding(table, (1, 0, 0, 0))
 
 

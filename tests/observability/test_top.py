@@ -66,6 +66,18 @@ def test_a_narrow_terminal_leaves_out_columns_and_cuts_reasons(width: int) -> No
     assert all(len(line) <= width for line in lines)
 
 
+def test_a_terminal_of_40_columns_shows_whom_it_is_about() -> None:
+    late = rank(10, 1.0, 5, 100, state="waited for")
+    waiting = rank(11, 1.0, 5, 100, state="waiting")
+    ranked = {"rank": 10, "group": "a group of a long name", "late_s": 0.9, "share": 0.04}
+    stragglers = {"ranking": [ranked], "stragglers": []}
+    frame = Frame("http://x", job(late, waiting), stragglers=stragglers)
+    lines = text_of(frame, width=40).splitlines()
+    assert all(len(line) <= 40 for line in lines)
+    rows = [" ".join(line.split()) for line in lines]
+    assert {"10 waited for", "11 waiting", "10 a group of a long name 4.0%"} <= set(rows), lines
+
+
 def row_of(frame: Frame, number: int) -> str:
     rows = [line for line in text_of(frame).splitlines() if line.split()[:1] == [str(number)]]
     assert len(rows) == 1
