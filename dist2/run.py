@@ -210,6 +210,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the ranks; return the exit code."""
     parser = _parser()
     given = parser.parse_args(arguments)
+    if given.program == "-":
+        parser.error("program '-' is standard input, which only one rank could read: write it to a file")
     command = [sys.executable, *(["-m"] if given.module else []), given.program, *given.arguments]
     meetings = [""]
     page = _page(parser, lambda: meetings[-1]) if given.page else None

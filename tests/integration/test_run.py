@@ -207,6 +207,13 @@ def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert "must be at least 1, got 0" in capsys.readouterr().err
 
 
+def test_a_program_from_standard_input_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["-n", "2", "-"])
+    assert end.value.code == 2
+    assert "program '-' is standard input, which only one rank could read" in capsys.readouterr().err
+
+
 def test_ranks_of_a_page_listen_on_loopback_where_a_unix_socket_has_too_long_a_path(tmp_path: Path) -> None:
     program = written(tmp_path, "import os, sys; sys.stdout.write(os.environ['DIST2_CONTROL_PLANE'])")
     seen = []
