@@ -122,7 +122,8 @@ class Ranks:
                         if code and failed is None:
                             failed = self._cause(rank)
         if failed is not None and environment_value("DIST2_INCIDENTS") != "0":
-            self._let_others_notice()
+            with suppress(KeyboardInterrupt):  # it ends the ranks all the same
+                self._let_others_notice()
         if self._signal:
             failed = Ended(128 + self._signal, stopped=True)
         self._stop([process for process in self._processes if process.poll() is None])
@@ -192,11 +193,11 @@ class Ranks:
         self._signal = number
 
     def _stop(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
-        for process in processes:
-            process.terminate()
-            process.send_signal(signal.SIGCONT)  # a process that is stopped handles no other signal
-        deadline_ns = deadline_in(GRACE_S)
         with suppress(KeyboardInterrupt):  # a second Ctrl-C ends the grace period
+            for process in processes:
+                process.terminate()
+                process.send_signal(signal.SIGCONT)  # a process that is stopped handles no other signal
+            deadline_ns = deadline_in(GRACE_S)
             for process in processes:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(remaining_s(deadline_ns))
