@@ -91,12 +91,10 @@ class Ranks:
             # At Unix sockets only the page has an address.
             fits = len(os.fsencode(self._reports.name)) <= _SOCKET_FOLDER_BYTES
             common[_CONTROL_PLANE] = self._reports.name if fits else "1"
+        self._command, self._count, self._common = command, count, common
         self._processes: list[subprocess.Popen[bytes]] = []
         self._signal = 0
-        for rank in range(count):
-            own = rank_environment(rank, count, self._lease.server.port)
-            environment = child_environment({**common, **own, VARIABLE: str(self._report_of(rank))})
-            self._processes.append(subprocess.Popen(command, env=environment))
+        self._is_stopping = False
 
     @property
     def meeting(self) -> str:
@@ -104,9 +102,14 @@ class Ranks:
         return f"{HOST}:{self._lease.server.port}"
 
     def wait(self) -> Ended:
-        """Wait until all ranks have ended; end the others once one has failed."""
+        """Start the ranks, and wait until all have ended; end the others once one has failed."""
+        with self._heeding_signals() as told:
+            return self._wait(told)
+
+    def _wait(self, told: int) -> Ended:
         failed: Ended | None = None
-        with self._watching() as ends:
+        self._start()
+        with self._watching(told) as ends:
             running = dict(ends)
             with selectors.DefaultSelector() as selector:
                 for end in running:
@@ -122,8 +125,7 @@ class Ranks:
                         if code and failed is None:
                             failed = self._cause(rank)
         if failed is not None and environment_value("DIST2_INCIDENTS") != "0":
-            with suppress(KeyboardInterrupt):  # it ends the ranks all the same
-                self._let_others_notice()
+            self._let_others_notice()
         if self._signal:
             failed = Ended(128 + self._signal, stopped=True)
         self._stop([process for process in self._processes if process.poll() is None])
@@ -132,6 +134,12 @@ class Ranks:
             failed = attrs.evolve(failed, incident=self._incident())
         self._reports.cleanup()
         return failed or Ended(0)
+
+    def _start(self) -> None:
+        for rank in range(self._count):
+            own = rank_environment(rank, self._count, self._lease.server.port)
+            environment = child_environment({**self._common, **own, VARIABLE: str(self._report_of(rank))})
+            self._processes.append(subprocess.Popen(self._command, env=environment))
 
     def _let_others_notice(self) -> None:
         """Give the other ranks a moment: a rank that sees the failure writes its part of the incident."""
@@ -171,36 +179,51 @@ class Ranks:
         return False
 
     @contextmanager
-    def _watching(self) -> Iterator[dict[int, int | None]]:
-        """Yield descriptors that are readable once a rank has ended, with the rank; None for a signal."""
+    def _heeding_signals(self) -> Iterator[int]:
+        """Have signals stop the ranks; yield a descriptor that is readable after one."""
         told, tell = os.pipe()
         os.set_blocking(tell, False)
         before = {number: signal.signal(number, self._told) for number in _STOPPING}
         wakeup = signal.set_wakeup_fd(tell)
-        ends: dict[int, int | None] = {told: None}
         try:
-            for rank, process in enumerate(self._processes):
-                ends[os.pidfd_open(process.pid)] = rank
-            yield ends
+            yield told
         finally:
             signal.set_wakeup_fd(wakeup)
             for number, handler in before.items():
                 signal.signal(number, handler)
-            for descriptor in (*ends, tell):
-                os.close(descriptor)
+            os.close(told)
+            os.close(tell)
 
     def _told(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
+        if self._is_stopping:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def _watching(self, told: int) -> Iterator[dict[int, int | None]]:
+        """Yield descriptors that are readable once a rank has ended, with the rank; None for a signal."""
+        ends: dict[int, int | None] = {}
+        try:
+            for rank, process in enumerate(self._processes):
+                ends[os.pidfd_open(process.pid)] = rank
+            yield {told: None, **ends}
+        finally:
+            for descriptor in ends:
+                os.close(descriptor)
 
     def _stop(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
-        with suppress(KeyboardInterrupt):  # a second Ctrl-C ends the grace period
-            for process in processes:
-                process.terminate()
-                process.send_signal(signal.SIGCONT)  # a process that is stopped handles no other signal
-            deadline_ns = deadline_in(GRACE_S)
-            for process in processes:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(remaining_s(deadline_ns))
+        with suppress(KeyboardInterrupt):
+            try:
+                self._is_stopping = True  # from now on a signal ends the grace period
+                for process in processes:
+                    process.terminate()
+                    process.send_signal(signal.SIGCONT)  # a process that is stopped handles no other signal
+                deadline_ns = deadline_in(GRACE_S)
+                for process in processes:
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(remaining_s(deadline_ns))
+            finally:
+                self._is_stopping = False
         for process in processes:
             process.kill()  # nothing where it has ended
         for process in processes:
