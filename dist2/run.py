@@ -108,7 +108,7 @@ class Ranks:
 
     def _wait(self, told: int) -> Ended:
         failed: Ended | None = None
-        self._start()
+        self._start_ranks()
         with self._watching(told) as ends:
             running = dict(ends)
             with selectors.DefaultSelector() as selector:
@@ -135,7 +135,7 @@ class Ranks:
         self._reports.cleanup()
         return failed or Ended(0)
 
-    def _start(self) -> None:
+    def _start_ranks(self) -> None:
         for rank in range(self._count):
             own = rank_environment(rank, self._count, self._lease.server.port)
             environment = child_environment({**self._common, **own, VARIABLE: str(self._report_of(rank))})

@@ -1,4 +1,4 @@
-"""`await` of operations: a task of asyncio or trio waits for a Work, and no thread does.
+"""Waits for operations: by a thread, and by a task of asyncio or trio, for which no thread waits.
 
 The thread that completes the operation notifies the task's event loop. A task that is cancelled stops
 waiting; the operation goes on.
@@ -13,6 +13,34 @@ from contextlib import suppress
 from typing import Any
 
 from dist2.errors import InvalidUsageError
+from dist2.operation.queue import refuse_to_wait
+from dist2.operation.record import Operation
+from dist2.runtime.signals import Awaited, OnCtrlC, await_end, on_ctrl_c
+
+
+@on_ctrl_c(OnCtrlC.DEFER)
+def wait_in_thread(
+    operation: Operation,
+    pending: Awaited,
+    helper: Callable[[int], None] | None,
+    deadline_ns: int,
+) -> bool:
+    """Wait until an operation is complete; False if the deadline passes first.
+
+    A Work is compiled. This has a frame, which tells signal handlers that Ctrl-C is to be deferred, and
+    instruments that look at threads for which operation they wait.
+
+    Args:
+        operation: The operation.
+        pending: Its completion.
+        helper: Runs it in this thread, until it is done or a deadline passes.
+        deadline_ns: When to give up waiting.
+    """
+    if helper is not None and not pending.done():
+        helper(min(deadline_ns, operation.deadline_ns))
+    if not pending.done() and not operation.started_ns:
+        refuse_to_wait(operation)
+    return await_end(pending, deadline_ns)
 
 
 async def completed(add_done_callback: Callable[[Callable[[], None]], None]) -> None:

@@ -71,7 +71,7 @@ class CppWork(TorchWork):
         return type(self.work)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.work, name)
+        return object.__getattribute__(self.work, name)  # not what the Work would ask of a `CppWork`
 
     def __repr__(self) -> str:
         return repr(self.work)

@@ -10,19 +10,16 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import Work as TorchWork
 
 from dist2.errors import GroupAbortedError, OperationTimeoutError
 from dist2.operation import awaiting
 from dist2.operation.cpp_work import CppWork, whole
 from dist2.operation.kinds import OpKind
-from dist2.operation.queue import refuse_to_wait
 from dist2.operation.record import Operation
 from dist2.runtime import process
 from dist2.runtime.built import check_built
 from dist2.runtime.completion import Completion
 from dist2.runtime.deadline import FOREVER_NS, PAST_NS, deadline_in, seconds
-from dist2.runtime.signals import await_end, deferring
 from dist2.runtime.torch_versions import BINDING
 
 check_built(__name__, __file__)
@@ -99,8 +96,6 @@ class Work:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_pybind11_"):  # C++ would get the half of an object that is freed at once
             raise AttributeError(name)
-        if not hasattr(TorchWork, name):
-            raise AttributeError(f"a Work has no attribute {name!r}")
         return getattr(whole(self), name)
 
     def __repr__(self) -> str:
@@ -135,12 +130,7 @@ class Work:
             raise self._of_the_parent()
         limit_s = None if timeout in (None, 0, _NO_LIMIT) else seconds(timeout)
         end_ns = FOREVER_NS if limit_s is None else deadline_in(limit_s)
-        helper = self.helper  # read once: the thread that completes the operation clears it
-        if helper is not None and not pending.done():
-            deferring(helper, min(end_ns, self.operation.deadline_ns))
-        if not pending.done() and not self.operation.started_ns:
-            refuse_to_wait(self.operation)
-        if not await_end(pending, end_ns):
+        if not awaiting.wait_in_thread(self.operation, pending, self.helper, end_ns):
             signature = self.operation.signature
             message = (
                 f"waited {limit_s} s for {self.operation.describe()}, which is still running "

@@ -211,15 +211,6 @@ def await_end(future: Awaited, deadline_ns: int) -> bool:
 
 
 @on_ctrl_c(OnCtrlC.DEFER)
-def deferring(help_until: Callable[[int], None], deadline_ns: int) -> None:
-    """Call a function that ends by a deadline: Ctrl-C is raised where the function looks for it, or later.
-
-    Compiled code that calls this has no frame that says so.
-    """
-    help_until(deadline_ns)
-
-
-@on_ctrl_c(OnCtrlC.DEFER)
 def wait_for(condition: threading.Condition, met: Callable[[], bool], deadline_ns: int) -> bool:
     """Wait until something is the case, as `threading.Condition.wait_for`; whether it is.
 

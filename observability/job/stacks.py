@@ -17,9 +17,9 @@ from typing import Any
 import attrs
 import torch
 
+from dist2.operation.awaiting import wait_in_thread
 from dist2.operation.record import Operation
 from dist2.operation.runner import LIBRARY_PATHS
-from dist2.operation.work import Work
 from dist2.runtime.code_marks import folders_of
 from dist2.runtime.other_process import Process
 from observability.frames import frames_of_threads
@@ -126,8 +126,8 @@ def awaited_of(operations: Collection[Operation]) -> set[Operation]:
         for thread in frames:
             at: FrameType | None = frames[thread]
             while at is not None:
-                if at.f_code is Work.wait.__code__:
-                    found.add(at.f_locals["self"].operation)
+                if at.f_code is wait_in_thread.__code__:
+                    found.add(at.f_locals["operation"])
                 at = at.f_back
     return found.intersection(operations)
 
