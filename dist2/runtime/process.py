@@ -16,6 +16,8 @@ ends when the parent ends it. Objects stay, and raise when used: they belong to 
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread  # noqa: F401 - for `before_fork`
+import logging  # noqa: F401 - likewise
 import os
 import sys
 from collections.abc import Callable
@@ -127,7 +129,12 @@ def in_child(step: InChild) -> Callable[[Hook], Hook]:
 
 
 def before_fork(hook: Hook) -> Hook:
-    """Call a function in the parent before each fork."""
+    """Call a function in the parent before each fork.
+
+    It may import modules, but none that have functions called before a fork and behind it, which release what
+    those before have locked: only the second kind would be called in this fork. This module imports those of
+    Python's library.
+    """
     os.register_at_fork(before=hook)
     return hook
 

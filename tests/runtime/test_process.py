@@ -52,3 +52,9 @@ def test_a_lack_of_memory_at_exit_prints_nothing() -> None:
     assert ended.stdout.splitlines()[-2:] == ["groups", "stores"]
     assert "Error" not in ended.stderr.replace("OSError: of the child's step", "")
     assert ended.returncode == 0
+
+
+def test_a_fork_before_the_library_is_loaded_prints_nothing() -> None:
+    program = "import os, dist2\nif not os.fork():\n    os._exit(0)\nos.wait()\n"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
