@@ -11,7 +11,8 @@ typedef struct {
     int fd; /* readable after a ring; not blocking */
     pthread_mutex_t lock;
     int asleep;            /* threads that sleep on it, or are about to; with the lock */
-    _Atomic unsigned read; /* how often rings were read; changed with the lock */
+    _Atomic unsigned read; /* how often rings were read; changed with the lock, and looked at without: relaxed, as only
+                              the value matters, and a thread that sleeps again takes the lock before it looks */
 } Bell;
 
 void bell_open(Bell *bell, int fd);

@@ -2,8 +2,8 @@
 
    Ranks are threads with boards of their own on shared regions, as processes have them. They run plans that move
    data through slots in loops, with readers behind the writers, and check every byte. Two threads exchange frames
-   through a ring, and an announced message over a socket. Threads sleep on one doorbell. A member that shares its core with others is played by one
-   thread: the linker replaces `sched_yield`. */
+   through a ring, and an announced message over a socket. Threads sleep on one doorbell. A member that shares its
+   core with others is played by one thread: the linker replaces `sched_yield`. */
 
 #define _GNU_SOURCE
 #include "plan.h"

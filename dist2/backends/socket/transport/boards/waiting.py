@@ -147,9 +147,9 @@ class Waiting:
         arrivals, messages = self._arrivals, self._roster.messages
         bell, rung = self._doorbell.bell, False
         bell.enter()
-        self._own[SLEEPING] = arrivals.sleeping_word()
-        arrivals.order()  # the nap is out before words and states of the others are read again
         try:
+            self._own[SLEEPING] = arrivals.sleeping_word()
+            arrivals.order()  # the nap is out before words and states of the others are read again
             if arrived():
                 return
             self.check(missing, operation)
