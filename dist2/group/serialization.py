@@ -36,7 +36,7 @@ import torch
 
 from dist2.errors import InvalidUsageError, WireError
 from dist2.group.object_types import type_named, type_of
-from dist2.operation.storage import exceeds_storage, has_no_storage
+from dist2.operation.storage import lacks_memory
 from dist2.runtime.rank_names import RANKS, RankNames
 
 PLAIN, PICKLED, REFUSED = 0, 1, 2
@@ -225,7 +225,7 @@ def _dump_tensor(tensor: torch.Tensor) -> list[Any]:
     name = str(tensor.dtype).removeprefix("torch.")
     if tensor.layout is not torch.strided or tensor.device.type != "cpu" or name not in DTYPES:
         raise TypeError(f"a tensor that is {tensor.layout}, {tensor.dtype}, on {tensor.device}")
-    if has_no_storage(tensor) or exceeds_storage(tensor):
+    if lacks_memory(tensor):
         raise TypeError(
             "a tensor without memory: its storage was freed, or it exists only inside a transform"
         )

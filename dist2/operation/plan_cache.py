@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import torch
 from cython.cimports.dist2.operation.tensors import KeyedPlans
 
 from dist2.operation.aliasing import shared_places
@@ -18,7 +17,7 @@ from dist2.operation.execution import Execute
 from dist2.operation.kinds import OpKind
 from dist2.operation.record import Operation
 from dist2.operation.signature import Signature
-from dist2.operation.storage import exceeds_storage, has_no_storage
+from dist2.operation.storage import lacks_memory
 from dist2.runtime.built import check_built
 from dist2.runtime.cache import keep
 
@@ -145,7 +144,7 @@ def _key(kind: OpKind, agreed: Hashable, inputs: Arguments, outputs: Arguments) 
     if not (isinstance(inputs, (list, tuple)) and isinstance(outputs, (list, tuple))):
         return None  # iterating would use up a generator, and cut up a tensor
     try:
-        if any(map(_lacks_memory, inputs)) or (outputs is not inputs and any(map(_lacks_memory, outputs))):
+        if any(map(lacks_memory, inputs)) or (outputs is not inputs and any(map(lacks_memory, outputs))):
             return None  # of these, none is like another
         return (
             kind,
@@ -157,7 +156,3 @@ def _key(kind: OpKind, agreed: Hashable, inputs: Arguments, outputs: Arguments) 
         )
     except (AttributeError, TypeError, RuntimeError):
         return None  # validation will report the entry
-
-
-def _lacks_memory(tensor: torch.Tensor) -> bool:
-    return has_no_storage(tensor) or exceeds_storage(tensor)

@@ -38,6 +38,11 @@ def exceeds_storage(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 0 and (tensor.storage_offset() + reach(tensor)) * tensor.itemsize > nbytes
 
 
+def lacks_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has elements without memory, for either reason."""
+    return has_no_storage(tensor) or exceeds_storage(tensor)
+
+
 def reach(tensor: torch.Tensor) -> int:
     """Return how many elements lie from the first of a tensor to its last, those between them included."""
     if tensor.is_contiguous():
