@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 def _passed_on(name: str) -> Any:
     """Return a method that calls that of the Work: torch's class has one of this name."""
 
-    @on_ctrl_c(OnCtrlC.DEFER)
     def method(self: CppWork, *args: Any, **keywords: Any) -> Any:
         return getattr(self.work, name)(*args, **keywords)
 
