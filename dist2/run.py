@@ -103,13 +103,13 @@ class Ranks:
 
     def wait(self) -> Ended:
         """Start the ranks, and wait until all have ended; end the others once one has failed."""
-        with self._heeding_signals() as told:
-            return self._wait(told)
+        with self._heeding_signals() as signals:
+            return self._wait(signals)
 
-    def _wait(self, told: int) -> Ended:
+    def _wait(self, signals: int) -> Ended:
         failed: Ended | None = None
         self._start_ranks()
-        with self._watching(told) as ends:
+        with self._watching(signals) as ends:
             running = dict(ends)
             with selectors.DefaultSelector() as selector:
                 for end in running:
@@ -181,32 +181,32 @@ class Ranks:
     @contextmanager
     def _heeding_signals(self) -> Iterator[int]:
         """Have signals stop the ranks; yield a descriptor that is readable after one."""
-        told, tell = os.pipe()
-        os.set_blocking(tell, False)
-        before = {number: signal.signal(number, self._told) for number in _STOPPING}
-        wakeup = signal.set_wakeup_fd(tell)
+        heard, note = os.pipe()
+        os.set_blocking(note, False)
+        before = {number: signal.signal(number, self._take_signal) for number in _STOPPING}
+        wakeup = signal.set_wakeup_fd(note)
         try:
-            yield told
+            yield heard
         finally:
             signal.set_wakeup_fd(wakeup)
             for number, handler in before.items():
                 signal.signal(number, handler)
-            os.close(told)
-            os.close(tell)
+            os.close(heard)
+            os.close(note)
 
-    def _told(self, number: int, frame: FrameType | None) -> None:
+    def _take_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
         if self._is_stopping:
             raise KeyboardInterrupt
 
     @contextmanager
-    def _watching(self, told: int) -> Iterator[dict[int, int | None]]:
+    def _watching(self, signals: int) -> Iterator[dict[int, int | None]]:
         """Yield descriptors that are readable once a rank has ended, with the rank; None for a signal."""
         ends: dict[int, int | None] = {}
         try:
             for rank, process in enumerate(self._processes):
                 ends[os.pidfd_open(process.pid)] = rank
-            yield {told: None, **ends}
+            yield {signals: None, **ends}
         finally:
             for descriptor in ends:
                 os.close(descriptor)
