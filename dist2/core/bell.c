@@ -12,7 +12,10 @@
 #include "bell.h"
 
 #include <poll.h>
+#include <sched.h>
 #include <unistd.h>
+
+#define READ_NS INT64_C(1000000)
 
 void
 bell_open(Bell *bell, int fd)
@@ -64,4 +67,13 @@ int
 bell_was_read(const Bell *bell, unsigned before)
 {
     return atomic_load_explicit(&bell->read, memory_order_relaxed) != before;
+}
+
+void
+bell_await_reading(const Bell *bell, unsigned before)
+{
+    int64_t end = clock_ns() + READ_NS;
+    while (!bell_was_read(bell, before) && clock_ns() < end) {
+        sched_yield();
+    }
 }

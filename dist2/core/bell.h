@@ -30,4 +30,7 @@ unsigned bell_leave(Bell *bell);
 /* Whether a thread that a ring woke, and that has to sleep again, may do so: the rings were read since it left. */
 int bell_was_read(const Bell *bell, unsigned before);
 
+/* Wait until it may, for a millisecond at most: a thread that was woken may not have a core yet. */
+void bell_await_reading(const Bell *bell, unsigned before);
+
 #endif

@@ -37,7 +37,7 @@ cdef extern from "plan.h" nogil:
     void bell_close(CBell *)
     void bell_enter(CBell *)
     unsigned bell_leave(CBell *)
-    int bell_was_read(const CBell *, unsigned)
+    void bell_await_reading(const CBell *, unsigned)
     int board_open(CBoard *, Word *, long, CBell *)
     int board_add(CBoard *, Word *, long, int)
     void board_close(CBoard *)

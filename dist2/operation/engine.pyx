@@ -17,9 +17,6 @@ from dist2.operation.places cimport Places
 from dist2.operation.record cimport Operation
 from dist2.operation.tensors cimport address_of
 
-cdef extern from "sched.h" nogil:
-    int sched_yield()
-
 cdef extern from "stdatomic.h" nogil:
     void atomic_thread_fence(int)
     int memory_order_seq_cst
@@ -38,7 +35,6 @@ FOLD_NAMES = {FOLDS[at].name.decode(): at for at in range(FOLD_COUNT)}
 cdef size_t UNKNOWN = <size_t>-1
 cdef size_t LONG_BYTES = 32 << 10  # a plan that moves as many runs without the interpreter lock
 cdef int MOST_PARTS = 512
-cdef int64_t READ_NS = 1000000  # the longest wait for a thread that a ring has woken, but that has no core yet
 cdef uint64_t TEXTS = 128
 CALL_TEXTS = TEXTS
 """How many descriptions of calls a member keeps."""
@@ -114,10 +110,8 @@ cdef class Bell:
 
     def await_reading(self, unsigned before):
         """After a ring, before this thread enters again: wait until it was read, for a millisecond at most."""
-        cdef int64_t end = clock_ns() + READ_NS
         with nogil:
-            while not bell_was_read(&self.bell, before) and clock_ns() < end:
-                sched_yield()
+            bell_await_reading(&self.bell, before)
 
 
 cdef class Arrivals:
