@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dist2.backends.socket.algorithms.schedule import Copy, Fence, Fold, Schedule, Step, chunk_bounds
-from dist2.backends.socket.algorithms.spans import assemble, offsets_of, slot, source, target
+from dist2.backends.socket.algorithms.spans import assemble, offsets_of, peers_after, slot, source, target
 
 
 def all_reduce_one_shot(rank: int, world_size: int, numel: int) -> Schedule:
@@ -70,10 +70,14 @@ def _two_shot(rank: int, world_size: int, numel: int, collecting: Sequence[int])
     low, high = bounds[rank], bounds[rank + 1]
     pieces = [slot(owner, low, high) for owner in range(world_size)]
     pieces[rank] = source(low, high)
-    # The result goes where no one has written or reads before the next fence: the own chunk of the own slot.
-    steps += [Fold(slot(rank, low, high), tuple(pieces)), Fence()]
+    mine = target(low, high) if rank in collecting else slot(rank, low, high)
+    steps.append(Fold(mine, tuple(pieces)))
+    if rank in collecting and len(collecting) > 1:
+        # Not the fold but a copy: into a slot whose readers are far, it goes past the caches.
+        steps.append(Copy(slot(rank, low, high), mine))
+    steps.append(Fence())
     if rank in collecting:
-        for owner in range(world_size):
+        for owner in peers_after(rank, world_size):
             low, high = bounds[owner], bounds[owner + 1]
             steps.append(Copy(target(low, high), slot(owner, low, high)))
     return assemble(steps, slot=numel)
