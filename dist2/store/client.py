@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from dist2.errors import (
@@ -79,11 +80,8 @@ class StoreClient:
         self._connections: set[weakref.ref[Connection]] = set()
         self._broke = False
         self._unusable: Dist2Error | None = None
-        self._working: Connection | None = self._connect(deadline)
+        self._working: Connection | None = self._connected(Connection.open, deadline)
         lifetime.track_user(self)
-
-    def _connect(self, deadline: Deadline) -> Connection:
-        return self._connected(Connection.open, deadline)
 
     def _connected(
         self, connect: Callable[[Address, Deadline, Credentials, float], Connection], deadline: Deadline
@@ -207,7 +205,7 @@ class StoreClient:
             self._drop_if_unusable()
 
     def _reconnect(self, deadline: Deadline) -> Connection:
-        connection = self._connect(deadline)
+        connection = self._connected(partial(Connection.open, again=True), deadline)
         if self._broke:
             self._broke = False
             usage.reconnected("store")

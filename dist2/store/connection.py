@@ -68,7 +68,13 @@ class Connection:
 
     @classmethod
     def open(
-        cls, address: Address, deadline: Deadline, credentials: Credentials, heartbeat_s: float
+        cls,
+        address: Address,
+        deadline: Deadline,
+        credentials: Credentials,
+        heartbeat_s: float,
+        *,
+        again: bool = False,
     ) -> Connection:
         """Connect; try again while no server listens, until the deadline.
 
@@ -77,9 +83,11 @@ class Connection:
             deadline: When to give up.
             credentials: The proofs that both sides require.
             heartbeat_s: Silence, in seconds, after which the server's host counts as gone.
+            again: Whether the server has listened before: where it does not now, it has ended.
 
         Raises:
             StoreConnectTimeoutError: No server answered in time.
+            StoreConnectionError: The server has ended.
             AuthenticationError: The server does not let this process in, or does not know the secret.
             WireError: The server is no store.
         """
@@ -93,6 +101,8 @@ class Connection:
                     raise
                 failure = error
                 cut_off += isinstance(error, EOFError)
+            if again and isinstance(failure, OSError) and failure.errno == errno.ECONNREFUSED:
+                raise _lost(address, os.strerror(errno.ECONNREFUSED)) from failure
             if cut_off == _CUTS:
                 raise AuthenticationError(
                     f"the store at {address} does not authenticate itself: has it no "
@@ -290,7 +300,7 @@ class Connection:
         return _too_late(what, deadline, self._address)
 
     def _lost(self, why: str) -> StoreConnectionError:
-        return StoreConnectionError(f"Connection to the store at {self._address} was closed: {why}")
+        return _lost(self._address, why)
 
 
 def is_a_handlers(error: Exception) -> bool:
@@ -360,6 +370,10 @@ def _comes_about(stream: Stream, events: int, deadline: Deadline) -> bool:
     poll = select.poll()
     poll.register(stream, events)
     return bool(poll.poll(_milliseconds(deadline)))
+
+
+def _lost(address: Address, why: str) -> StoreConnectionError:
+    return StoreConnectionError(f"Connection to the store at {address} was closed: {why}")
 
 
 def _too_late(what: str, deadline: Deadline, address: Address) -> StoreTimeoutError:

@@ -674,6 +674,23 @@ def test_a_server_that_ends_during_an_addition_is_gone(host: Callable[[], Any]) 
     store.close()
 
 
+def test_a_server_that_ends_between_two_connections_is_gone() -> None:
+    """A connection is dropped after a late answer; a server that had listened is not waited for again."""
+    ending = server()
+    store = join(ending)
+    client = store._required_link().client
+    assert client._working is not None
+    client._working.close()
+    client._working = None
+    ending.close()
+    start = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(StoreConnectionError, match=r"was closed: Connection refused"):
+            store.check(["key"])
+    in_time(time.monotonic() - start, 0.5)
+    store.close()
+
+
 def test_connections_to_torchs_server_are_found_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
