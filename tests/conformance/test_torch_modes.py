@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from support.ranks import SOCKETS, Tenant, run_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist2 import Dist2Error, InvalidUsageError, ProcessGroup
 
@@ -37,7 +39,46 @@ def test_memory_made_in_a_mode_is_not_used(tenant: Tenant, numel: int) -> None:
     assert not said or ours in said or of_torch in said
 
 
-@pytest.mark.parametrize("tenant", SOCKETS, ids=str)
+class OnMeta(TorchDispatchMode):
+    """Has new tensors on the device meta, wherever they were asked for."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        if "device" in options:
+            options["device"] = "meta"
+        return func(*args, **options)
+
+
+@ON_ALL
+def test_tensors_on_meta_are_not_used_as_memory(tenant: Tenant) -> None:
+    """The transport by shared memory makes none; the others refuse the calls, and run them outside."""
+
+    def body(pg: ProcessGroup) -> None:
+        own, both = torch.full((6,), pg.rank() + 1.0), [torch.zeros(6), torch.zeros(6)]
+        columns = torch.ones(6, 2).t()
+        calls: list[Callable[[], object]] = [
+            lambda: pg.all_reduce(columns),
+            lambda: pg.all_reduce(columns.bfloat16()),
+            lambda: pg.all_to_all(both, [own, own]),
+            lambda: pg.all_reduce(own),
+        ]
+        for call in calls:
+            try:
+                with OnMeta():
+                    call()
+            except InvalidUsageError as error:
+                assert "no memory (Tensor on meta)" in str(error)
+                call()
+        assert torch.equal(columns, torch.full((2, 6), 2.0))
+        assert torch.equal(torch.stack(both), torch.tensor([[1.0], [2.0]]).expand(2, 6))
+        assert torch.equal(own, torch.full((6,), 3.0))
+
+    run_ranks(2, body, tenant)
+
+
+@ON_ALL
 @pytest.mark.parametrize("numel", [6, 100_000])
 def test_memory_made_in_a_transform_is_not_used(tenant: Tenant, numel: int) -> None:
     def body(pg: ProcessGroup) -> None:

@@ -21,6 +21,7 @@ import torch
 
 from dist2.backends.base import Backend, Execute, GroupSpec
 from dist2.backends.carriers import check_carried
+from dist2.backends.socket.memory import check_mode
 from dist2.errors import (
     BackendError,
     Dist2Error,
@@ -183,7 +184,10 @@ class Calls:
 
         Raises:
             Dist2Error: The group was taken down.
+            InvalidUsageError: A mode or transform of torch makes tensors without memory: Gloo would follow
+                addresses that are none.
         """
+        check_mode()
         with self._quiet:
             if self._broken is not None:
                 raise self._broken

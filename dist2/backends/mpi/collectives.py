@@ -27,6 +27,7 @@ from dist2.backends.carriers import (
 from dist2.backends.mpi.communicator import Communicator
 from dist2.backends.socket.backend import SocketBackend
 from dist2.backends.socket.controlled import Controlled
+from dist2.backends.socket.memory import check_mode
 from dist2.errors import MismatchError
 from dist2.operation.aliasing import overlaps
 from dist2.operation.kinds import ReduceKind
@@ -78,6 +79,7 @@ class Collectives(Controlled):
         outside = self.control.outside
 
         def execute(operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
+            check_mode()
             outside.begin(operation)
             method(operation, inputs, outputs)
             outside.ended(operation)

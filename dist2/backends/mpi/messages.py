@@ -17,6 +17,7 @@ from dist2.backends.carriers import Landing, as_bytes
 from dist2.backends.mpi.collectives import Collectives
 from dist2.backends.mpi.communicator import Communicator
 from dist2.backends.socket.backend import SocketBackend
+from dist2.backends.socket.memory import check_mode
 from dist2.backends.socket.outside import peers_of
 from dist2.backends.socket.watched_messages import Progress, WatchedMessage
 from dist2.errors import Dist2Error, InvalidUsageError, MismatchError, PeerLostError
@@ -152,7 +153,9 @@ class Messages(Collectives):
 
         Raises:
             Dist2Error: MPI failed: the peer has died, say.
+            InvalidUsageError: A mode or transform of torch makes tensors without memory.
         """
+        check_mode()
         try:
             return function(*arguments)
         except self._mpi.Exception as error:

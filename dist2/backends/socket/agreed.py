@@ -25,6 +25,7 @@ from dist2.backends.base import Backend, Execute, GroupSpec, Helped, Tensors
 from dist2.backends.socket.backend import SocketBackend
 from dist2.backends.socket.controlled import CONTROL_OPTIONS, Controlled, shut_down_on_failure
 from dist2.backends.socket.create import create as create_socket
+from dist2.backends.socket.memory import check_mode
 from dist2.backends.socket.outside import Outside
 from dist2.backends.socket.sizes import check_sizes, sizes_of
 from dist2.backends.socket.transport.messages.transfer import Transfer
@@ -158,6 +159,7 @@ class AgreedBackend(Controlled):
         meet, outside = self._meeting(signature), self.control.outside
 
         def run(operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
+            check_mode()  # before the others are told that this rank takes part
             meet(operation)
             try:
                 execute(operation, inputs, outputs)
@@ -176,6 +178,7 @@ class AgreedBackend(Controlled):
                 barrier(operation, (), ())
 
             return meet_plainly
+        check_mode()
         mine = torch.tensor(own, dtype=torch.int64, device="cpu")
         everyone = torch.empty(self.world_size, len(own), dtype=torch.int64, device="cpu")
         metas = (TensorMeta.of(mine),), (TensorMeta.of(everyone),)
@@ -194,6 +197,7 @@ class AgreedBackend(Controlled):
     broadcast = all_gather = all_to_all = all_reduce
 
     def send(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Helped | None:
+        check_mode()
         outside, library = self.control.outside, self.library
         notice = outside.notice(operation, operation.signature.tag)
         message = Message(outside, operation, notice, library)

@@ -36,6 +36,15 @@ def tensor_at(address: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
     return _with_memory(torch.frombuffer(memory, dtype=dtype))
 
 
+def check_mode() -> None:
+    """Check that tensors which are made now have memory.
+
+    Raises:
+        InvalidUsageError: A mode or transform of the caller makes tensors without.
+    """
+    _with_memory(torch.empty(1, dtype=torch.uint8, device="cpu"))
+
+
 def _with_memory(made: torch.Tensor) -> torch.Tensor:
     """Return a tensor that was made, unless a mode or transform of the caller made one without memory."""
     if type(made) is not torch.Tensor or not made.is_cpu or has_no_storage(made):
