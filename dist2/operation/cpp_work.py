@@ -70,7 +70,8 @@ class CppWork(TorchWork):
         return type(self.work)
 
     def __getattr__(self, name: str) -> Any:
-        return object.__getattribute__(self.work, name)  # not what the Work would ask of a `CppWork`
+        work = object.__getattribute__(self, "work")  # `self.work` would call this again where it is unset
+        return object.__getattribute__(work, name)  # not what the Work would ask of a `CppWork`
 
     def __repr__(self) -> str:
         return repr(self.work)

@@ -48,6 +48,14 @@ def test_it_is_a_work_in_every_respect(pg: ProcessGroup) -> None:
         getattr(work, "nothing")  # noqa: B009 - no attribute of a Work
 
 
+def test_one_that_was_not_initialised_says_so() -> None:
+    unset = CppWork.__new__(CppWork)
+    with pytest.raises(AttributeError, match="work"):
+        unset.is_completed()
+    with pytest.raises(AttributeError, match="work"):
+        unset.outputs  # noqa: B018 - read
+
+
 def test_calls_by_the_names_of_c10d_return_works_for_cpp(pg: ProcessGroup) -> None:
     tensor = torch.ones(2)
     options = torch.distributed.BroadcastOptions()
