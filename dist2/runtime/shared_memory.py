@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 
 import attrs
 
-from dist2.errors import PeerLostError
+from dist2.errors import PeerLostError, ResourceError
 from dist2.runtime.resources import check_scarcity, system_call
 
 TOKEN_BYTES = 16
@@ -76,6 +76,33 @@ class Mapping:
         return self.view[offset : offset + 8 * count].cast("Q")
 
 
+def open_of(pid: int, fd: int, flags: int, what: str) -> int:
+    """Open what another process of this host has open; return the descriptor.
+
+    Args:
+        pid: The process.
+        fd: Its descriptor.
+        flags: As for `os.open`.
+        what: Its name, for errors.
+
+    Raises:
+        PeerLostError: The process is gone.
+        ResourceError: This one may not look into it, or lacks descriptors or memory.
+    """
+    try:
+        return os.open(f"/proc/{pid}/fd/{fd}", flags | os.O_CLOEXEC)
+    except PermissionError as error:
+        raise ResourceError(
+            f"the {what} of process {pid} cannot be opened: {error.strerror}: that process or this one has "
+            f"changed its user or capabilities, or a security module keeps them apart; {_INSTEAD}",
+            call="open",
+            errno=error.errno,
+        ) from error
+    except OSError as error:
+        check_scarcity(error, f"open of another rank's {what}")
+        raise PeerLostError(f"{what} of process {pid} cannot be opened: {error.strerror}") from error
+
+
 _mapped: weakref.WeakValueDictionary[tuple[int, int], Mapping] = weakref.WeakValueDictionary()
 """The arenas that this process has mapped, its own and others', by device and inode of the file."""
 
@@ -87,15 +114,10 @@ def attach(locator: ArenaLocator) -> Mapping:
     more address space reserved so than there is.
 
     Raises:
-        PeerLostError: The process is gone, or may not be looked into.
+        PeerLostError: The process is gone.
+        ResourceError: See `open_of`.
     """
-    try:
-        fd = os.open(f"/proc/{locator.pid}/fd/{locator.fd}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        check_scarcity(error, "open of another rank's shared memory")
-        raise PeerLostError(
-            f"shared memory of process {locator.pid} cannot be opened: {error.strerror}"
-        ) from error
+    fd = open_of(locator.pid, locator.fd, os.O_RDWR, "shared memory")
     try:
         status = os.fstat(fd)
         if status.st_size != locator.nbytes:

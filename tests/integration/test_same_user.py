@@ -141,6 +141,35 @@ def closed(pipe: Connection, folder: Path, rank: int) -> None:
     pipe.send(tensor.tolist())
 
 
+def closed_late(pipe: Connection, folder: Path, rank: int) -> None:
+    """Be a rank; as rank 1, close oneself to others after one has said that they can share memory."""
+    alone = dist2.FileStore(str(folder / f"alone{rank}"), 1)
+    with dist2.new_group("socket", store=alone, rank=0, world_size=1):
+        pass
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    prctl = ctypes.CDLL(None).prctl
+    assert prctl(_PR_SET_DUMPABLE, 1) == 0
+    with dist2.new_group("socket", store=dist2.HashStore(), rank=0, world_size=1):
+        assert rank == 0 or prctl(_PR_SET_DUMPABLE, 0) == 0
+        both = dist2.FileStore(str(folder / "both"), 2)
+        with pytest.raises(dist2.Dist2Error) as caught:
+            dist2.new_group("socket", 20, store=both, rank=rank, world_size=2)
+    pipe.send(str(caught.value))
+    pipe.recv()
+
+
+def test_a_rank_whose_memory_may_not_be_opened_is_not_called_dead() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o777)
+        with started(closed_late, (Path(folder), 0), (Path(folder), 1)) as pipes:
+            for said in answers_of(pipes):
+                assert "cannot be opened: Permission denied" in said
+                assert "DIST2_TRANSPORT=tcp" in said
+
+
 def test_ranks_that_cannot_open_each_others_memory_use_connections() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # the other user has no access to that of pytest
         Path(folder).chmod(0o777)

@@ -11,9 +11,9 @@ import os
 
 import attrs
 
-from dist2.errors import PeerLostError
 from dist2.operation.engine import Bell
-from dist2.runtime.resources import check_scarcity, system_call
+from dist2.runtime.resources import system_call
+from dist2.runtime.shared_memory import open_of
 
 
 @attrs.frozen
@@ -64,15 +64,7 @@ class PeerDoorbell:
     """A peer's doorbell: the end that rings."""
 
     def __init__(self, locator: DoorbellLocator) -> None:
-        try:
-            self._fd = os.open(
-                f"/proc/{locator.pid}/fd/{locator.fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
-            )
-        except OSError as error:
-            check_scarcity(error, "open of another rank's doorbell")
-            raise PeerLostError(
-                f"doorbell of process {locator.pid} cannot be opened: {error.strerror}"
-            ) from error
+        self._fd = open_of(locator.pid, locator.fd, os.O_WRONLY | os.O_NONBLOCK, "doorbell")
 
     def fileno(self) -> int:
         """Return the descriptor to ring by: one byte is a ring."""

@@ -30,7 +30,7 @@ from dist2.backends.socket.transport.messages.calls import Describe
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.messages.mailbox import OnRevoked
 from dist2.backends.socket.transport.shared_memory import Neighbour, SharedHost
-from dist2.errors import GroupAbortedError, InvalidUsageError, PeerLostError, WireError
+from dist2.errors import GroupAbortedError, InvalidUsageError, PeerLostError, ResourceError, WireError
 from dist2.operation.signature import GroupInfo
 from dist2.runtime.config import Config
 from dist2.runtime.process import InChild, in_child
@@ -276,7 +276,10 @@ class Node:
         if shared is None:
             raise ValueError("this process shares no memory")
         where = json.loads(text)
-        neighbour = shared.neighbour(fabric_id, int(where["pid"]), where)
+        try:
+            neighbour = shared.neighbour(fabric_id, int(where["pid"]), where)
+        except ResourceError as error:  # it was opened when the group was made, as a rule
+            raise PeerLostError(str(error)) from error
         return RingReader(neighbour.region(int(where["offset"]), HEADER_BYTES + RING_BYTES).bytes)
 
     def board(
