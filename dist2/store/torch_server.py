@@ -19,6 +19,7 @@ request for one again after a second, and the server is gone then, or goes on.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import resource
 import socket
@@ -36,6 +37,7 @@ import torch.distributed
 
 from dist2.errors import StoreConnectionError
 from dist2.runtime.deadline import Deadline
+from dist2.runtime.resources import system_call
 from dist2.store import lifetime
 
 _SHORTEST_PAUSE_S = 0.01
@@ -50,6 +52,8 @@ _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 """A filter of packets: the instruction that returns 0, the number of bytes to keep."""
 _TCP = (socket.AF_INET, socket.AF_INET6)
+_NEEDED = 12
+"""Descriptors that torch's server and its first client take, and a look into the kernel's tables."""
 _NO_SOCKET = -1
 """In place of a descriptor: only a server that is there already can be used then."""
 
@@ -68,10 +72,12 @@ class TorchServer:
 
     Raises:
         StoreConnectionError: This process has no server of torch's at the port.
+        ResourceError: It has too few descriptors left for one.
     """
 
     def __init__(self, host: str, port: int, listener: socket.socket | None, deadline: Deadline) -> None:
         self.port = port
+        _check_descriptors()
         descriptor = _NO_SOCKET if listener is None else listener.detach()
         left_s = deadline.remaining_s()
         try:
@@ -95,7 +101,11 @@ class TorchServer:
 
     @property
     def connections(self) -> int:
-        """How many clients are connected, without the stores that keep servers running."""
+        """How many clients are connected, without the stores that keep servers running.
+
+        Raises:
+            OSError: This process lacks descriptors to find out.
+        """
         keepers = [each for each in tuple(_servers) if each.port == self.port and each._store is not None]
         peers, _, waiting = _accepted_at(self.port)
         return max(0, len(peers) + waiting - len(keepers))
@@ -108,9 +118,10 @@ class TorchServer:
         for _ in Deadline.after(timedelta(seconds=max(timeout_s, 0.001))).tries(
             _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S
         ):
-            peers, own, waiting = _accepted_at(self.port)
-            if self._store is None or not (peers - own or waiting):
-                return True
+            with suppress(OSError):  # without descriptors this cannot be known
+                peers, own, waiting = _accepted_at(self.port)
+                if self._store is None or not (peers - own or waiting):
+                    return True
         return False
 
     def stop(self) -> None:
@@ -143,22 +154,45 @@ class TorchServer:
         if self._store is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store))
             self._store = None
-            for descriptor in _sockets_at(self.port):
-                os.close(descriptor)
+            with suppress(OSError):  # without descriptors they cannot be found
+                for descriptor in _sockets_at(self.port):
+                    os.close(descriptor)
 
     def _stop_when_idle(self) -> None:
         """Let go when no client was connected for a moment: ranks may meet again within milliseconds."""
         idle = 0
         for _ in Deadline.after(_FOREVER).tries(_IDLE_PAUSE_S, _LONGEST_PAUSE_S):
             with self._lock:
-                idle = 0 if self.connections else idle + 1
-                if self._retired and idle == _IDLE_LOOKS:
-                    with _no_new_connections(self.port):
-                        idle = 0 if self.connections else idle
+                idle = idle + 1 if self._is_idle() else 0
+                if self._retired and idle >= _IDLE_LOOKS:
+                    with suppress(OSError), _no_new_connections(self.port):
+                        idle = idle if self._is_idle() else 0
                         if idle:
                             self._let_go()
                 if not self._retired or self._store is None:
                     return
+
+    def _is_idle(self) -> bool:
+        try:
+            return not self.connections
+        except OSError:  # without descriptors this cannot be known
+            return False
+
+
+def _check_descriptors() -> None:
+    """Check that torch can open what it needs: it would try to connect until its deadline, or give no reason.
+
+    Raises:
+        ResourceError: It cannot.
+    """
+    held: list[int] = []
+    try:
+        with system_call(f"opening {_NEEDED} descriptors for the store server"):
+            while len(held) < _NEEDED:
+                held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
 
 
 def _accepted_at(port: int) -> tuple[set[str], set[str], int]:
@@ -207,12 +241,15 @@ def _sockets_at(port: int) -> list[int]:
 def _tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
     """Yield the descriptor of each TCP socket of this process, with a copy that is closed afterwards."""
     for descriptor in _descriptors():
-        with suppress(OSError):  # the descriptor that lists the folder is closed
+        try:
             # Of a pipe, say, `socket` would not take the copy, which would stay open.
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 with socket.socket(fileno=os.dup(descriptor)) as copy:
                     if copy.type == socket.SOCK_STREAM and copy.family in _TCP:
                         yield descriptor, copy
+        except OSError as error:  # the descriptor that lists the folder is closed
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
 
 
 def _descriptors() -> Iterable[int]:

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.stores import exit_code, forked
+from support.scarcity import no_descriptors
+from support.stores import exit_code, forked, unused_port
 from support.time_limits import in_time
 
 import dist2
@@ -210,3 +211,39 @@ def test_a_store_without_descriptors_says_so_and_works_again() -> None:
     host.set("key", "value")
     waiting.join()
     host.close()
+
+
+@pytest.mark.parametrize("left", [0, 3, 11])
+def test_a_server_that_lacks_descriptors_says_so_at_once(left: int) -> None:
+    """torch's server would try until the limit, or fail without the reason."""
+
+    def run() -> int:
+        kept = [os.dup(0) for _ in range(left)]
+        with no_descriptors():
+            for each in kept:
+                os.close(each)
+            start = time.monotonic()
+            with pytest.raises(ResourceError, match=r"ulimit -n"):
+                dist2.new_group(
+                    "socket", LIMIT_S, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1
+                )
+            in_time(time.monotonic() - start, 2)
+        return DONE
+
+    port = unused_port()
+    assert exit_code(forked(run)) == DONE
+
+
+def test_a_server_ends_with_its_clients_though_descriptors_lack_for_a_while() -> None:
+    """It is not known meanwhile whether there are some."""
+    master = dist2.TCPStore("127.0.0.1", 0, None, True, LIMIT_S, wait_for_workers=False, multi_tenant=True)
+    client = dist2.TCPStore("127.0.0.1", master.port, None, False, LIMIT_S)
+    serving = master._required_link().lease.server
+    client.set("key", "value")
+    with no_descriptors():
+        assert not serving._is_idle()
+        assert not serving.wait_until_idle(0.05)
+    master.close()
+    assert client.get("key") == b"value"
+    client.close()
+    assert serving.wait_until_idle(LIMIT_S)
