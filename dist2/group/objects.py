@@ -210,7 +210,7 @@ class ObjectCollectives(Collectives, PointToPoint):
             timeout: Limit of each of the two messages.
 
         Raises:
-            InvalidUsageError: It was pickled and ``allow_pickle`` is False.
+            InvalidUsageError: It was pickled, and ``allow_pickle`` is False or it cannot be unpickled here.
 
         Examples:
             >>> if pg.rank() == 0:

@@ -93,6 +93,15 @@ def _pickled(obj: object) -> bytes:
         raise InvalidUsageError(f"obj cannot be pickled: {error!r}") from error
 
 
+def _unpickled(content: bytes, whose: str) -> Any:
+    try:
+        return pickle.loads(content)
+    except MemoryError:
+        raise
+    except Exception as error:  # a class may be missing here, and a user's functions may raise anything
+        raise InvalidUsageError(f"{whose} cannot be unpickled here: {error!r}") from error
+
+
 def refusal(error: Exception) -> bytes:
     """Return the message that replaces an object that cannot be encoded: the others must not wait for it."""
     return bytes([REFUSED]) + str(error).encode()
@@ -110,8 +119,8 @@ def decode(
         names: Names it.
 
     Raises:
-        InvalidUsageError: It is pickled and ``allow_pickle`` is False, its sender could not encode it, or it
-            needs numpy, which is not installed here.
+        InvalidUsageError: It is pickled and ``allow_pickle`` is False or it cannot be unpickled here, its
+            sender could not encode it, or it needs numpy, which is not installed here.
         WireError: The bytes are malformed.
     """
     whose = "the object" if source is None else f"the object of {names([source])}"
@@ -121,7 +130,7 @@ def decode(
     if kind == bytes([PICKLED]):
         if not allow_pickle:
             raise InvalidUsageError(f"{whose} was pickled: {_PICKLE} would unpickle it")
-        return pickle.loads(content)
+        return _unpickled(content, whose)
     if kind != bytes([PLAIN]):
         raise WireError(f"{whose} has an unknown first byte: {kind.hex() or 'it is empty'}")
     try:

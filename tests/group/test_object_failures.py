@@ -76,6 +76,33 @@ def test_whatever_pickling_raises_is_told(call: str) -> None:
         assert "cannot be pickled: LookupError('no such state')" in text
 
 
+def _missing() -> object:
+    raise AttributeError("module 'model' has no attribute 'Layer'")
+
+
+class _OnlyHere:
+    """Can be pickled, but not unpickled: its class is missing there, say."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _missing, ()
+
+
+def test_whatever_unpickling_raises_names_the_sender() -> None:
+    def body(pg: ProcessGroup) -> None:
+        words = r"the object of rank 1.* cannot be unpickled here: AttributeError\(.*'Layer'"
+        obj = _OnlyHere() if pg.rank() == 1 else 7
+        with pytest.raises(InvalidUsageError, match=words):
+            pg.all_gather_object(obj, allow_pickle=True)
+        if pg.rank() == 1:
+            pg.send_object(obj, 0, allow_pickle=True)
+        else:
+            with pytest.raises(InvalidUsageError, match=words):
+                pg.recv_object(allow_pickle=True)
+        pg.barrier()
+
+    run_ranks(2, body, SHM)
+
+
 def test_memory_that_encoding_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     failing = threading.local()
 
