@@ -54,9 +54,19 @@ class StreamWork(Work):
 
     def is_completed(self) -> bool:
         """Whether it ended, well or badly: the device is asked."""
-        if self.ordered is not None:
-            self.ordered.poll()
+        ordered = self.ordered
+        if ordered is not None:
+            ordered.poll()
+            if ordered.over:  # another thread that found this may not have completed the Work yet
+                return True
         return super().is_completed()
+
+    def exception(self) -> BaseException | None:
+        """Return the exception that it failed with; None if it succeeded or is not done."""
+        ordered = self.ordered
+        if ordered is not None and ordered.over and not super().is_completed():
+            return ordered.exception()
+        return super().exception()
 
     def synchronize(self) -> None:
         """Have the caller's current stream wait."""

@@ -16,9 +16,11 @@ from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]  # n
 
 from dist2 import Dist2Error, InvalidUsageError, OperationTimeoutError, ProcessGroup, Work
 from dist2.operation.cpp_work import typed, whole
+from dist2.operation.execution import StreamOrdered
 from dist2.operation.kinds import SUM, OpKind
 from dist2.operation.record import Operation
 from dist2.operation.signature import Signature
+from dist2.operation.stream_work import StreamWork
 from dist2.operation.work import _OP_TYPES
 from dist2.runtime.deadline import PAST_NS
 
@@ -55,6 +57,30 @@ def test_a_complete_work() -> None:
     work.synchronize()
     work.block_current_stream()
     assert "all_reduce(float32[2], op=sum) #7 completed" in repr(work)
+
+
+class Settling(StreamOrdered):
+    """An operation that another thread has found over, and has not told the Work yet."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.over = True
+        self._error = error
+
+    def poll(self) -> None:
+        return None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+
+@pytest.mark.parametrize("error", [None, Dist2Error("the device failed")], ids=["done", "failed"])
+def test_an_operation_on_a_stream_is_complete_once_any_thread_knows(error: Dist2Error | None) -> None:
+    done = Future[None]()
+    work = StreamWork(operation(), [torch.ones(2)], done)
+    work.ordered = Settling(error)
+    assert work.is_completed()
+    assert work.exception() is error
+    assert work.is_success() == (error is None)
 
 
 def test_who_takes_a_future_will_not_wait() -> None:

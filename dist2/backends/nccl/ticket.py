@@ -122,7 +122,8 @@ class Ticket(StreamOrdered):
         return self.over or self._has_ended()
 
     def _has_ended(self) -> bool:
-        return self.end is not None and self._device.passed(self.end)
+        end = self.end  # it may be given back meanwhile
+        return end is not None and self._device.passed(end)
 
     def is_placed(self) -> bool:
         """Whether it is over, or its place on the stream is known: not while it waits for a connection."""
