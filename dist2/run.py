@@ -8,14 +8,15 @@ between.
 If a rank fails, the others get ``SIGTERM``, and ``SIGKILL`` after a grace period. The rank that ends first is
 often not the cause: ranks report their errors at exit, and the launcher follows the ranks that these blame.
 The exit code is that of the cause, if it has failed, else that of the rank that failed first. With
-``--max-restarts`` all ranks start again, with a new store. With ``--page`` this process serves the live page
-of the job, which shows the last state after the ranks have ended. torchrun does more: several hosts, and a
-number of ranks that changes.
+``--max-restarts`` all ranks start again, with a new store. If this process itself is killed, the kernel
+sends the ranks ``SIGTERM``. With ``--page`` this process serves the live page of the job, which shows the
+last state after the ranks have ended. torchrun does more: several hosts, and a number of ranks that changes.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import selectors
 import signal
@@ -49,6 +50,8 @@ _PAGES = "dist2.launcher_pages"
 _CONTROL_PLANE = "DIST2_CONTROL_PLANE"
 _SOCKET_FOLDER_BYTES = 80
 """Longest folder for Unix sockets, whose path has 107 bytes at most; a longer ``TMPDIR`` gets loopback."""
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -136,10 +139,13 @@ class Ranks:
         return failed or Ended(0)
 
     def _start_ranks(self) -> None:
+        parent = os.getpid()
         for rank in range(self._count):
             own = rank_environment(rank, self._count, self._lease.server.port)
             environment = child_environment({**self._common, **own, VARIABLE: str(self._report_of(rank))})
-            self._processes.append(subprocess.Popen(self._command, env=environment))
+            self._processes.append(
+                subprocess.Popen(self._command, env=environment, preexec_fn=lambda: _end_with(parent))
+            )
 
     def _let_others_notice(self) -> None:
         """Give the other ranks a moment: a rank that sees the failure writes its part of the incident."""
@@ -228,6 +234,13 @@ class Ranks:
             process.kill()  # nothing where it has ended
         for process in processes:
             process.wait()
+
+
+def _end_with(parent: int) -> None:
+    """In a child: have the kernel send it SIGTERM when its parent ends, however that ends."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it has ended before
+        os._exit(128 + signal.SIGTERM)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -198,6 +199,30 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_end_by_themselves(tmp_path: Path
         process.returncode, output, errors
     )
     assert not processes_with(str(program))
+
+
+LEFT = """
+import os, signal, sys
+sys.stdout.write(f"{os.getpid()} {os.getppid()}\\n")
+sys.stdout.flush()
+signal.pause()
+"""
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    # The ranks of a warm interpreter are children of its server.
+    process = start([sys.executable, "-m", "dist2.run", "-n", "2", written(tmp_path, LEFT)])
+    assert process.stdout is not None
+    said = [process.stdout.readline().split() for _ in range(2)]
+    assert [parent for _, parent in said] == [str(process.pid)] * 2
+    process.kill()
+    try:
+        output, _ = process.communicate(timeout=20)  # the ranks hold the other ends of its pipes
+    except subprocess.TimeoutExpired:
+        for rank, _ in said:
+            os.kill(int(rank), signal.SIGKILL)
+        raise
+    assert (process.returncode, output) == (-signal.SIGKILL, "")
 
 
 def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:

@@ -423,7 +423,7 @@ def test_the_page_shows_a_run_a_hang_and_its_end(browser: str, monkeypatch: pyte
 
 @pytest.mark.slow
 def test_the_page_of_a_killed_launcher_says_that_it_lost_the_job(browser: str, tmp_path: Path) -> None:
-    """Its ranks go on. Their pages, at Unix sockets and with other tokens, are not offered."""
+    """The pages of its ranks, at Unix sockets and with other tokens, are not offered: the ranks end too."""
     program, ends = tmp_path / "train.py", tmp_path / "ends"
     program.write_text(LAUNCHED)
     warm_executable()
