@@ -220,13 +220,22 @@ class Waits:
             if folder.is_new:
                 if self._stays(folder.path):
                     self._recording.made(folder.path)  # a failure of this rank may come before the verdict
-                while (
-                    len(list(folder.path.glob("hang-*.json"))) < job.world_size and time.monotonic() < until
-                ):
-                    time.sleep(POLL_S)
+                self._await_parts(folder.path, job, until)
                 self._conclude(folder, job, confirmed, why)
             if is_first and self._policy != "observe":
                 self._act(folder, job, until + STORE_S)
+
+    def _await_parts(self, path: Path, job: GroupInfo, until: float) -> None:
+        """Wait for the parts of all ranks that look: in the first `new_group`, those that have registered."""
+        ranks, asked = set(job.global_ranks), self._recording.first is not None
+        while time.monotonic() < until:
+            written = {int(each.stem.removeprefix("hang-")) for each in path.glob("hang-*.json")}
+            if ranks <= written:
+                return
+            time.sleep(POLL_S)
+            if not asked:
+                asked, requests = True, _requests()
+                ranks -= {rank for rank, request in requests.items() if request is None}
 
     @contextmanager
     def _held_failures(self, verdict: Path) -> Iterator[None]:

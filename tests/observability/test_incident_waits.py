@@ -385,6 +385,16 @@ def test_the_policy_holds_where_no_incidents_are_wanted(policy: str, code: int, 
     assert not list(tmp_path.rglob("hang-*"))
 
 
+def test_a_rank_that_has_not_registered_is_expected_to_write_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits_module, "_requests", lambda: {0: object(), 1: None})
+    (tmp_path / "hang-0.json").touch()
+    job, until = GroupInfo("uid", "training", "", "", 0, (0, 1)), time.monotonic() + 40
+    Waits(Recording(tmp_path), 1.0)._await_parts(tmp_path, job, until)
+    assert time.monotonic() < until
+
+
 NEVER = """
 import os, dist2
 if os.environ["RANK"] == "0":
