@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import attrs
 import click
@@ -25,6 +26,8 @@ ASKED = 4
 
 INCIDENTS = 5
 """Incidents that are shown, the newest first."""
+STATE = 80
+"""Longer states, as of a job that ended with an error, are cut off in the table: the page follows them."""
 WIDEST = 10_000
 READ_BYTES = 32 << 20
 """Larger incidents are not read to list them."""
@@ -38,7 +41,7 @@ class Listed:
         name: Of the group that its control planes were started with.
         ranks: Number of its ranks.
         program: Its program.
-        state: ``ok``, ``waits for rank 2``, ``broken``, or ``no answer``.
+        state: ``ok``, ``waits for rank 2 for 3 s``, ``broken``, or ``no answer``.
         url: Of its page.
         token: The token of that.
     """
@@ -69,7 +72,8 @@ def ps(links: bool, as_json: bool) -> None:
     table = Table("job", "ranks", "program", "state", "page", box=None)
     for each in found:
         url = f"{each.url}/#token={each.token}" if links else each.url
-        table.add_row(each.name, str(each.ranks), each.program, each.state, url)
+        state = each.state if len(each.state) <= STATE else f"{each.state[: STATE - 1]}…"
+        table.add_row(each.name, str(each.ranks), each.program, state, url)
     left = Table("incident of", "age", "culprits", "dist2 why", box=None)
     for path in latest_incidents()[:INCIDENTS]:
         left.add_row(*_row(path))
@@ -125,16 +129,28 @@ def _state(members: list[ControlPlaneFile]) -> str:
     """Return the state of a job in a few words."""
     for each in members[:ASKED]:
         try:
-            job = ControlPlane(each.url, each.token, Asker()).get_json("/job", LIMIT_S)
+            plane = ControlPlane(each.url, each.token, Asker())
+            job = plane.get_json("/job", LIMIT_S)
+            if job.get("headline"):
+                return str(job["headline"])
+            if waits := _waits(job):
+                return waits
+            states = {rank["state"] for rank in job["ranks"]}
+            trouble = next((state for state in ("broken", "waiting", "silent") if state in states), "")
+            # The job itself counts an operation as waiting after DIST2_WAITING only.
+            return trouble or _waits(plane.get_json("/desync", LIMIT_S)) or "ok"
         except NoAnswerError:
             continue
-        if job.get("headline"):
-            return str(job["headline"])
-        if job["culprits"]:
-            return f"waits for rank {', '.join(map(str, job['culprits'][:4]))}"
-        states = {rank["state"] for rank in job["ranks"]}
-        return next((state for state in ("broken", "waiting", "silent") if state in states), "ok")
     return "no answer"
+
+
+def _waits(found: Mapping[str, Any]) -> str:
+    """Return which ranks an operation waits for, and how long; empty if none does."""
+    if not found["culprits"]:
+        return ""
+    ranks = f"rank {', '.join(map(str, found['culprits'][:4]))}"
+    ages = [each["age_s"] for each in found["waiting"]]
+    return f"waits for {ranks} for {max(ages):.0f} s" if ages else f"in trouble: {ranks}"
 
 
 def _not_secret(attribute: attrs.Attribute[object], value: object) -> bool:

@@ -1,0 +1,52 @@
+"""``dist2 ps``: the state of a job in a few words, from what its control planes answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from dist2.cli.app import cli
+from dist2.runtime.other_process import Process
+from observability.commands.control_plane import ControlPlane
+from observability.commands.ps import STATE, jobs
+from observability.token_files import ControlPlaneFile, Job
+
+URL = "http://127.0.0.1:9"
+PLANE = ControlPlaneFile(URL, "token", Process.here(), Job("uid", "training", 0, 3, "train.py"))
+OK = {"state": "ok"}
+QUIET: dict[str, Any] = {"culprits": [], "waiting": [], "ranks": [OK, OK]}
+
+
+@pytest.mark.parametrize(
+    ("job", "desync", "state"),
+    [
+        (QUIET, QUIET, "ok"),
+        (QUIET, {"culprits": [2], "waiting": [{"age_s": 1.2}, {"age_s": 3.4}]}, "waits for rank 2 for 3 s"),
+        ({**QUIET, "culprits": [1, 2], "waiting": [{"age_s": 61.0}]}, None, "waits for rank 1, 2 for 61 s"),
+        ({**QUIET, "culprits": [1]}, None, "in trouble: rank 1"),
+        ({**QUIET, "ranks": [OK, {"state": "silent"}, {"state": "broken"}]}, None, "broken"),
+        ({**QUIET, "headline": "The job has ended: all is well"}, None, "The job has ended: all is well"),
+    ],
+)
+def test_a_job_is_told_to_wait_as_soon_as_why_says_so(
+    job: dict[str, Any], desync: dict[str, Any] | None, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = {"/job": job, "/desync": desync}
+    monkeypatch.setattr(ControlPlane, "get_json", lambda self, path, timeout_s: answers[path])
+    (listed,) = jobs([PLANE])
+    assert listed.state == state
+
+
+def test_a_long_state_leaves_the_page_on_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    headline = f"The job has ended: {'x' * 300}"
+    monkeypatch.setattr(ControlPlane, "get_json", lambda *_: {"headline": headline})
+    monkeypatch.setattr(sys.modules["observability.commands.ps"], "control_planes", lambda: [PLANE])
+    monkeypatch.setenv("DIST2_INCIDENTS", "0")
+    (line,) = [each for each in CliRunner().invoke(cli, ["ps"]).output.splitlines() if URL in each]
+    assert line.index(URL) < STATE + 40
+    (listed,) = json.loads(CliRunner().invoke(cli, ["ps", "--json"]).output)
+    assert listed["state"] == headline
