@@ -6,7 +6,7 @@ import json
 import re
 import zipfile
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import attrs
 
 from dist2.runtime.rank_names import rank_names
 from observability.incidents import folders
-from observability.job.answer import NO_PART, Answer
+from observability.job.answer import NO_PART, Answer, end_in
 from observability.job.diagnosis import diagnose
 from observability.job.documents import job_document, stack_rows
 from observability.operation_files import UNREADABLE, Folder, is_operation_log
@@ -100,23 +100,44 @@ class Incident:
         for part in parts.values():
             outside |= {int(rank): seen for rank, seen in part.get("outside", {}).items()}
         world_size = max((part["world_size"] for part in parts.values()), default=0)
+        # A part tells the size of the group that failed, which may be smaller than the job.
+        ranks = sorted({*range(world_size), *parts, *outside, *self._causes()})
         return {
             rank: Answer(state=parts[rank]["state"])
             if rank in parts
-            else Answer(silence=NO_PART, outside=outside.get(rank))
-            for rank in sorted({*range(world_size), *parts})
+            else Answer(silence=NO_PART, outside=self._with_end(outside.get(rank)))
+            for rank in ranks
         }
 
+    def _with_end(self, seen: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return what is known of a process, with how it ended, if an error says it."""
+        ended = (
+            None if seen is None or seen["state"] else re.match(r"process (\d+) has ended$", seen["words"])
+        )
+        if seen is None or ended is None:
+            return seen
+        errors = [part["error"]["message"] for part in self.failures.values() if part["error"]]
+        how = end_in(int(ended[1]), errors)
+        return {**seen, "words": f"process {ended[1]} {how}"} if how else seen
+
     def desync(self) -> dict[str, Any]:
-        """Return the diagnosis as ``/desync`` has it: that of the control planes, and the failures."""
+        """Return the diagnosis as ``/desync`` has it: that of the control planes, and the failures.
+
+        Failures of the ranks to blame come first. Where these have left none, as a rank that was killed, what
+        the others say of them does.
+        """
         told: dict[str, Any] | None = _json(self.path / "desync.json")
         failures, causes = self._failures(), sorted(self._causes())
         if told is not None:  # failures of a job that waits are consequences
             culprits = told["culprits"] or ([] if told["cycles"] else causes)
             return {**told, "verdict": [*told["verdict"], *failures], "culprits": culprits}
         found = diagnose(self.answers(), AFTER_S).document()
-        verdict = [*failures, *found["verdict"]]
-        return {**found, "verdict": verdict, "culprits": causes or found["culprits"]}
+        blamed = () if self.failures.keys() & causes else tuple(f"rank {rank} " for rank in causes)
+        first = [
+            each for each in found["verdict"] if each.startswith(blamed) and " is waited for by " in each
+        ]
+        others = [each for each in found["verdict"] if each not in first]
+        return {**found, "verdict": [*first, *failures, *others], "culprits": causes or found["culprits"]}
 
     def stacks(self) -> list[dict[str, Any]]:
         """Return the threads of all ranks, as ``/stacks`` has them."""
@@ -137,7 +158,7 @@ class Incident:
         for rank, part in self.failures.items():
             error = part["error"] or {"type": "failure", "message": part["why"], "shared": False}
             words[rank] = f"{error['type']}: {error['message']}{_place(error)}"
-        return failed(words)
+        return failed(words, self._causes())
 
     def _causes(self) -> set[int]:
         """Return the ranks that failed by themselves, or else those that others blame and that blame none."""
@@ -147,16 +168,17 @@ class Incident:
         return alone or {rank for rank in blamed if rank not in errors or not errors[rank]["blames"]}
 
 
-def failed(words: Mapping[int, str]) -> list[str]:
+def failed(words: Mapping[int, str], causes: Collection[int] = ()) -> list[str]:
     """Return a sentence for each failure; ranks with the same one are named together.
 
     Args:
         words: By rank, type and text of its error.
+        causes: The ranks to blame, which come first.
     """
     alike: dict[str, list[int]] = defaultdict(list)
     for rank, text in words.items():
         alike[_OWN.sub("", text)].append(rank)
-    some = sorted(alike.values(), key=lambda ranks: (len(ranks), ranks))
+    some = sorted(alike.values(), key=lambda ranks: (not {*ranks} & {*causes}, len(ranks), ranks))
     return [f"{rank_names(ranks)} failed: {words[ranks[0]]}" for ranks in some]
 
 

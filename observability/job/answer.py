@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -84,12 +84,12 @@ Answers = Mapping[int, Answer]
 
 def how_ended(pid: int, answers: Answers) -> str:
     """Return how a process ended, as failures of its peers say it: ``was killed by SIGSEGV``; else empty."""
+    states = (answer.state for answer in answers.values() if answer.state is not None)
+    return end_in(pid, (failure["message"] for state in states for failure in state["failures"]))
+
+
+def end_in(pid: int, messages: Iterable[str]) -> str:
+    """Return how a process ended, as messages say it; else empty."""
     ends = r"was killed by (?:SIG\w+(?: \(the kernel [^)]*\))?|signal \d+)|exited with code \d+"
     words = re.compile(rf"\b{pid}\b[^;:,]*? ({ends})")
-    messages = (
-        failure["message"]
-        for answer in answers.values()
-        if answer.state is not None
-        for failure in answer.state["failures"]
-    )
     return next((found[1] for text in messages if (found := words.search(text))), "")

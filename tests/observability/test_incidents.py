@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from support.captured_logs import logged
+from support.processes import ENDS_ARE_TOLD
 from support.programs import environment, run
 from support.ranks import Tenant, run_ranks
 from support.torch_analyser import analyse, complaints
@@ -530,7 +532,10 @@ def test_a_job_that_ended_is_explained_by_its_incident(
     assert program is RAISING or " failed: " not in told.output, (
         "a rank that lost one which ends for the policy"
     )
-    assert json.loads(why(folder, "--json").output)["culprits"] == [1]
+    found = json.loads(why(folder, "--json").output)
+    assert found["culprits"] == [1]
+    cause = "rank 1 failed: ValueError: a <bad> batch" if program is RAISING else "rank 1 "
+    assert found["verdict"][0].startswith(cause), "the cause comes before its consequences"
     page = tmp_path / "report.html"
     assert CliRunner().invoke(cli, ["report", str(folder), "-o", str(page)]).exit_code == 0
     text = page.read_text()
@@ -538,6 +543,36 @@ def test_a_job_that_ended_is_explained_by_its_incident(
     assert f"train.py:{line}" in text
     assert "<bad>" not in text
     assert "src=" not in text, "it loads nothing"
+
+
+KILLED = """
+import os, signal
+import torch, dist2
+
+pg = dist2.new_group("socket", 60, name="training")
+part = pg.split([1, 2] if pg.rank() else [0], name="tp")
+part.all_reduce(torch.ones(4))
+if pg.rank() == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+(part if pg.rank() else pg).all_reduce(torch.ones(4))
+"""
+
+
+def test_an_incident_begins_with_the_rank_that_was_killed(tmp_path: Path) -> None:
+    script, root = tmp_path / "train.py", tmp_path / "incidents"
+    script.write_text(KILLED)
+    warm_executable()
+    variables = {"DIST2_INCIDENTS": str(root)}
+    ended = run([*warm_python(), CHILDREN, "-m", "dist2.run", "-n", "3", script], variables=variables)
+    assert ended.code == 128 + signal.SIGKILL, ended
+    (folder,) = root.glob("2*")
+    found = json.loads(why(folder, "--json").output)
+    assert found["culprits"] == [2]
+    first, *others = found["verdict"]
+    assert first.startswith("rank 2 is waited for by "), found["verdict"]
+    assert "rank 1 in all_reduce #2 of group tp" in first, first
+    assert not ENDS_ARE_TOLD or first.endswith(" was killed by SIGKILL"), first
+    assert any(each.startswith("rank 1 failed: PeerLostError") for each in others), others
 
 
 def test_abort_ends_the_wait_for_a_rank_that_does_not_make_a_group(tmp_path: Path) -> None:
