@@ -143,7 +143,11 @@ def _refusal(error: HTTPError) -> str:
         )
     if error.code == HTTPStatus.NOT_FOUND:
         return "is not a control plane of dist2, or of an older version: it has no such path"
-    return f"refuses: {error.code} {_one_line(error.reason)}"
+    try:
+        reason = json.loads(error.reason)["reason"]
+    except (ValueError, KeyError, TypeError):  # of another server
+        reason = error.reason
+    return f"refuses: {error.code} {_one_line(reason)}"
 
 
 def _one_line(error: object) -> str:

@@ -145,5 +145,6 @@ def _show(names: Sequence[str], rows: Sequence[Iterable[Any]], form: str) -> Non
 
 
 def _text(value: object) -> str:
-    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    digits = ".6g" if isinstance(value, float) and abs(value) < 1e6 else ".3f"  # of a time: milliseconds
+    text = format(value, digits) if isinstance(value, float) else str(value)
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)

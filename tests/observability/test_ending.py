@@ -363,6 +363,15 @@ def test_ranks_add_their_control_planes_to_an_incident_of_another(
         page.close()
 
 
+def test_a_page_that_knows_no_answer_says_so_in_words() -> None:
+    page = JobPage(lambda: "nowhere")
+    try:
+        told = CliRunner().invoke(cli, ["why", page.url]).output
+    finally:
+        page.close()
+    assert " refuses: 502 no rank answers, and nothing is kept of '/desync?" in told, told
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_job_that_has_left_nothing_leads_to_ps(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
