@@ -1,7 +1,9 @@
-"""`ask_each`: one request to each of several ranks, in threads.
+"""`ask_each`: one request to each of several ranks, several at a time, in threads.
 
-They are daemon threads: `concurrent.futures` joins its own when the interpreter exits, so that a rank would
-not end before ranks that do not answer have used up their time.
+The calling thread takes part: most of the calls about a large job are for two to four ranks, and a thread
+takes about as long to start as a request to be answered. The others are daemon threads:
+`concurrent.futures` joins its own when the interpreter exits, so that a rank would not end before ranks that
+do not answer have used up their time.
 """
 
 from __future__ import annotations
@@ -35,16 +37,20 @@ def ask_each(
         try:
             while (rank := take()) is not None:
                 answers[rank[0]] = ask(*rank)
-        except BaseException as error:  # noqa: BLE001 - for the caller
+        except BaseException as error:
             left.clear()
             errors.append(error)
+            if threading.current_thread() is caller:
+                raise
 
+    caller = threading.current_thread()
     threads = [
         threading.Thread(target=work, name=f"dist2-ask-{number}", daemon=True)
-        for number in range(min(at_once, len(asked)))
+        for number in range(1, min(at_once, len(asked)))
     ]
     for thread in threads:
         thread.start()
+    work()
     for thread in threads:
         thread.join()
     if errors:

@@ -138,7 +138,16 @@ def test_offsets_of_clocks_are_told_with_their_error(is_one_host: bool) -> None:
 
 
 def test_threads_that_ask_do_not_keep_a_program_from_ending() -> None:
-    assert ask_each(range(3), lambda _: threading.current_thread().daemon) == {0: True, 1: True, 2: True}
+    together = threading.Barrier(3)
+
+    def ask(rank: int) -> threading.Thread:
+        together.wait(20)
+        return threading.current_thread()
+
+    asking = ask_each(range(3), ask)
+    assert list(asking) == [0, 1, 2]
+    others = {each for each in asking.values() if each is not threading.current_thread()}
+    assert [each.daemon for each in others] == [True, True]
 
 
 @pytest.mark.parametrize("error", [ValueError, IndexError])
