@@ -22,6 +22,7 @@ _SCARCE = {
     errno.ENOMEM: _MEMORY,
     errno.ENOBUFS: _MEMORY,
     errno.ENOSPC: _MEMORY,
+    errno.EFBIG: "raise the limit of the size of files (ulimit -f)",  # shared memory is one
 }
 _OF_CONNECTIONS = {
     **_SCARCE,

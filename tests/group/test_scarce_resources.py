@@ -78,6 +78,7 @@ def refused(code: int) -> Callable[..., Any]:
             r"memfd_create failed: .*seccomp.*dist2 doctor.*DIST2_TRANSPORT=tcp",
         ),
         (os, "ftruncate", errno.ENOSPC, r"ftruncate of shared memory to 40 GiB failed: .*\(ENOSPC\): raise"),
+        (os, "ftruncate", errno.EFBIG, r"ftruncate .*\(EFBIG\): raise .*ulimit -f.*DIST2_TRANSPORT=tcp"),
         (mmap, "mmap", errno.ENOMEM, r"mmap of 40 GiB of address space .*\(ENOMEM\): raise .*ulimit -v"),
         (os, "eventfd", errno.EMFILE, r"eventfd2 failed: .*\(EMFILE\)"),
         (os, "pipe2", errno.ENFILE, r"pipe2 failed: .*\(ENFILE\): close .*fs.file-max"),
