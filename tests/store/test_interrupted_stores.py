@@ -18,7 +18,6 @@ import dist2
 # Python discards exceptions of destructors and of generators that end; a socket whose clean-up was cut off
 # is closed with its last reference.
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
 ]
