@@ -69,18 +69,18 @@ def test_a_rank_that_was_held_up_returns_nothing_read_after_the_others_gave_up(
 
     def body(pg: ProcessGroup) -> None:
         mine = torch.ones(100_000)
-        pg.all_reduce(mine, ReduceOp.MAX)  # which torch folds
+        pg.all_reduce(mine, ReduceOp.PRODUCT)  # which torch folds
         pg.barrier()
         armed.set()
         if pg.rank() == 0:
             with pytest.raises(OperationTimeoutError) as caught:
-                pg.all_reduce(mine, ReduceOp.MAX, timeout=0.3)
+                pg.all_reduce(mine, ReduceOp.PRODUCT, timeout=0.3)
             assert caught.value.missing == (1,)
             mine.fill_(REUSED)
             gave_up.set()
         else:
             with pytest.raises(PeerLostError):
-                pg.all_reduce(mine, ReduceOp.MAX)
+                pg.all_reduce(mine, ReduceOp.PRODUCT)
         if pg.rank() == 0:
             assert mine.eq(REUSED).all(), "written to after the call had failed"
 

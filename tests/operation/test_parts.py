@@ -22,10 +22,10 @@ TCP = Tenant("tcp", "socket", {"transport": "tcp"})
     [
         (SHM, 2, torch.float32, ["copy", "wait", "reduce"]),
         (SHM, 1 << 20, torch.float32, ["copy", "wait", "reduce"]),
-        (SHM, 2, torch.bfloat16, ["copy", "wait", "reduce"]),  # torch folds
+        (SHM, 2, torch.float16, ["copy", "wait", "reduce"]),  # torch folds
         (TCP, 2, torch.float32, ["send", "recv", "reduce"]),
         (TCP, 1 << 20, torch.float32, ["send", "recv", "reduce"]),
-        (TCP, 2, torch.bfloat16, ["send", "recv", "reduce"]),
+        (TCP, 2, torch.float16, ["send", "recv", "reduce"]),
     ],
     ids=str,
 )

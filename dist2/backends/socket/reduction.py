@@ -266,17 +266,20 @@ def _in_blocks(fold_block: Fold, dst: torch.Tensor, srcs: Sequence[torch.Tensor]
         fold_block(dst[start:stop], [src[start:stop] for src in srcs])
 
 
-_SUMS = {
+_ORDERED = {
     torch.float32: "float32",
     torch.float64: "float64",
+    torch.bfloat16: "bfloat16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+}
+_SUMS = _ORDERED | {
     torch.complex64: "float32",
     torch.complex128: "float64",
-    torch.int32: "int32",
     torch.uint32: "int32",
-    torch.int64: "int64",
     torch.uint64: "int64",
 }
-"""Dtypes that the core sums, and how."""
+"""Dtypes of which the core finds the smallest and the largest, those that it sums, and how."""
 
 
 @attrs.frozen
@@ -297,6 +300,8 @@ class Folding:
     def of(cls, reduction: Reduction, dtype: torch.dtype, world_size: int, final: bool = True) -> Folding:
         """Return how contributions of one dtype are folded; see `bind_fold`."""
         function = bind_fold(reduction, dtype, world_size, final)
+        if reduction.kind in _ORDERING and dtype in _ORDERED:
+            return cls(function, FOLD_NAMES[f"{reduction.kind.value}_{_ORDERED[dtype]}"])
         if reduction.kind not in _ADDING or dtype not in _SUMS:
             return cls(function)
         if reduction.kind is ReduceKind.AVG and final:
