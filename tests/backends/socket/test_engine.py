@@ -16,10 +16,8 @@ from support.scripts import NotingHost, plan_for, script_on, tensor
 from support.threads import ends_of
 
 import dist2
-from dist2.backends.socket import reduction as reduction_module
 from dist2.backends.socket.lowering import FILL, PAST, THROUGH
 from dist2.backends.socket.overlap import MAPPED, SLOT
-from dist2.backends.socket.reduction import Folding
 from dist2.backends.socket.transport.boards.board import Board
 from dist2.backends.socket.transport.boards.control_words import (
     ALL,
@@ -30,7 +28,6 @@ from dist2.backends.socket.transport.boards.control_words import (
 )
 from dist2.backends.socket.transport.boards.pieces import HALVES, LONGER, TINY
 from dist2.operation.engine import FOLD_NAMES, LEAVE, RESTART, RETRY, Plan, Script
-from dist2.operation.kinds import AVG, MAX, SUM, ReduceOp, Reduction
 from dist2.operation.record import Operation
 
 HERE = (IS_MAPPED, 1, *[0] * (HEADER_WORDS - 2))
@@ -322,46 +319,6 @@ def test_a_script_ends_in_a_collection(board: Board) -> None:
     del script, host
     gc.collect()
     assert seen() is None
-
-
-# Folds
-
-MIN = Reduction.of(ReduceOp.MIN)
-NATIVE = list(itertools.product((SUM, AVG, MIN, MAX), reduction_module._ORDERED))
-BITS_OF = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def every_value(dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Return all 65,536 values of a dtype of 16 bits, or random bits, in some order."""
-    generator = torch.Generator().manual_seed(seed)
-    if dtype.itemsize == 2:
-        return (torch.randperm(1 << 16, generator=generator) - (1 << 15)).to(torch.int16).view(dtype)
-    raw = torch.randint(0, 256, (4099 * dtype.itemsize,), generator=generator, dtype=torch.uint8)
-    return raw.view(dtype)
-
-
-@pytest.mark.parametrize(("reduction", "dtype"), NATIVE, ids=lambda each: str(getattr(each, "kind", each)))
-@pytest.mark.parametrize("count", [2, 3, 7])
-def test_the_core_folds_to_the_bits_that_torch_has(
-    board: Board, reduction: Reduction, dtype: torch.dtype, count: int
-) -> None:
-    folding = Folding.of(reduction, dtype, count)
-    if reduction is AVG and not dtype.is_floating_point:
-        assert folding.native is None
-        return
-    assert folding.native is not None
-    sources = [every_value(dtype, seed) for seed in range(count)]
-    expected, result = torch.empty_like(sources[0]), torch.empty_like(sources[0])
-    folding.function(expected, sources)
-    plan = plan_for(0, sources, [result])
-    places = [tensor(index) for index in range(count)]
-    plan.fold(folding.native, folding.divisor, tensor(count), places, result.nbytes)
-    script_on(board, plan)[0].run(operation(0), sources, [result])
-    same = result.view(BITS_OF[dtype.itemsize]) == expected.view(BITS_OF[dtype.itemsize])
-    same |= result.isnan() & expected.isnan()  # of any payload
-    if reduction in (MIN, MAX):
-        same |= (result == 0) & (expected == 0)  # of either sign
-    assert same.all()
 
 
 # Folds that the core leaves to Python

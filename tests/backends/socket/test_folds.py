@@ -12,7 +12,7 @@ from support.scripts import plan_for, script_on, tensor
 from dist2.backends.socket.lowering import add_fold
 from dist2.backends.socket.reduction import Folding
 from dist2.backends.socket.transport.boards.board import Board
-from dist2.operation.kinds import AVG, MAX, SUM, Reduction, premul_sum
+from dist2.operation.kinds import AVG, MAX, SUM, ReduceKind, ReduceOp, Reduction, premul_sum
 
 DTYPES = (
     torch.float32,
@@ -23,7 +23,9 @@ DTYPES = (
     torch.uint32,
     torch.int64,
     torch.uint64,
+    torch.bfloat16,
 )
+MIN, PRODUCT = Reduction.of(ReduceOp.MIN), Reduction.of(ReduceOp.PRODUCT)
 SPECIAL = [
     0.0,
     -0.0,
@@ -61,20 +63,30 @@ def vectors(dtype: torch.dtype, count: int, numel: int) -> list[torch.Tensor]:
     return made
 
 
-def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two vectors have the same bits, except for the payloads of NaNs."""
+def same(left: torch.Tensor, right: torch.Tensor, any_zero: bool = False) -> bool:
+    """Whether vectors have the same bits, except for payloads of NaNs, and perhaps the signs of zeros."""
     if left.is_complex():
         left, right = left.view(left.real.dtype), right.view(right.real.dtype)
-    integers = {4: torch.int32, 8: torch.int64}[left.dtype.itemsize]
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[left.dtype.itemsize]
     equal = left.view(integers) == right.view(integers)
     if left.is_floating_point():
         equal |= left.isnan() & right.isnan()
+    if any_zero:
+        equal |= (left == 0) & (right == 0)
     return bool(equal.all())
 
 
-@pytest.mark.parametrize("reduction", [SUM, AVG, premul_sum(2.0)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_folds_are_those_of_torch_to_the_bit(board: Board, dtype: torch.dtype, reduction: Reduction) -> None:
+CASES = [
+    (reduction, dtype)
+    for reduction in (SUM, AVG, premul_sum(2.0), MIN, MAX)
+    for dtype in DTYPES
+    if reduction not in (MIN, MAX) or not (dtype.is_complex or dtype in (torch.uint32, torch.uint64))
+]
+
+
+@pytest.mark.parametrize(("reduction", "dtype"), CASES, ids=str)
+def test_folds_are_those_of_torch_to_the_bit(board: Board, reduction: Reduction, dtype: torch.dtype) -> None:
+    any_zero = reduction in (MIN, MAX)
     for count in (2, 3, 4, 5, 6, 8, 9, 10, 13, 16, 17, MOST):
         fold = Folding.of(reduction, dtype, count)
         if fold.native is None:
@@ -93,12 +105,24 @@ def test_folds_are_those_of_torch_to_the_bit(board: Board, dtype: torch.dtype, r
                 script, host = script_on(board, plan)
                 script.run(operation(0), (), tensors)
                 assert not host.done
-                assert same(tensors[into], expected), (count, numel, into)
+                assert same(tensors[into], expected, any_zero), (count, numel, into)
+
+
+@pytest.mark.parametrize("reduction", [SUM, AVG, MIN, MAX], ids=str)
+def test_all_values_of_bfloat16_are_folded_as_torch_does(board: Board, reduction: Reduction) -> None:
+    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
+    tensors = [every[torch.randperm(len(every))].view(torch.bfloat16) for _ in range(3)]
+    fold, expected = Folding.of(reduction, torch.bfloat16, 2), torch.empty_like(tensors[2])
+    fold.function(expected, tensors[:2])
+    plan = plan_for(0, (), tensors)
+    plan.fold(fold.native, fold.divisor, tensor(2), [tensor(0), tensor(1)], expected.nbytes)
+    script_on(board, plan)[0].run(operation(0), (), tensors)
+    assert same(tensors[2], expected, reduction in (MIN, MAX))
 
 
 @pytest.mark.parametrize(
     ("reduction", "dtype", "count"),
-    [(MAX, torch.float32, 2), (SUM, torch.bfloat16, 2), (SUM, torch.float32, MOST + 1)],
+    [(PRODUCT, torch.float32, 2), (SUM, torch.float16, 2), (SUM, torch.float32, MOST + 1)],
 )
 def test_what_the_core_does_not_fold_is_left_to_torch(
     board: Board, reduction: Reduction, dtype: torch.dtype, count: int
