@@ -12,7 +12,7 @@ from support.scripts import plan_for, script_on, tensor
 from dist2.backends.socket.lowering import add_fold
 from dist2.backends.socket.reduction import Folding
 from dist2.backends.socket.transport.boards.board import Board
-from dist2.operation.kinds import AVG, MAX, SUM, ReduceKind, ReduceOp, Reduction, premul_sum
+from dist2.operation.kinds import AVG, MAX, SUM, ReduceOp, Reduction, premul_sum
 
 DTYPES = (
     torch.float32,
