@@ -1,4 +1,4 @@
-/* A board: the members of a group on one host, and their arrival at fences. Functions: fences.c, waiter.c, far.c.
+/* A board: the members of a group on one host, and their arrival at fences. Functions: fences.c, waiter.c.
 
    Words that the core uses everywhere:
      region  shared memory of one member, which all read and it alone writes: control words, tables, slots
@@ -76,9 +76,8 @@ typedef struct {
     int64_t awake_ns, awake_until_ns;
     int core;
     char crowded;
-    /* far.c */
-    int far;
-    unsigned looks;
+    int far;        /* of the caches of the others: far.h, */
+    unsigned looks; /* and how often one was measured */
     _Atomic char stopped; /* set by another thread: every wait ends */
 } Board;
 
@@ -126,15 +125,5 @@ Status wait_longer(Board *board, Wait *wait, int first, int absent, uint64_t pha
 
 /* Publish that this member runs. */
 void tell_running(Board *board, int64_t now_ns);
-
-/* ---- far.c ---- */
-
-/* At a fence of a call that moves so many bytes: write a probe before the fence's word, and read another member's
-   behind it. */
-void tell_distance(Board *board, size_t moved);
-void note_distance(Board *board, size_t moved);
-
-/* Whether data in another member's caches seems to arrive later than data in memory. */
-int are_far(const Board *board);
 
 #endif

@@ -6,6 +6,7 @@
 
 #include "plan.h"
 
+#include "far.h"
 #include "memory.h"
 #include "reduce.h"
 
@@ -13,7 +14,6 @@
 
 enum {
     FEW_SOURCES = 64,           /* of a FOLD, whose addresses are on the stack; the caller folds more */
-    AWAY_BYTES = 4 << 10,       /* shorter copies into slots never go past the caches */
     OWN_PAST_BYTES = 1 << 20,   /* own copies at a fence from here on do; shorter ones may still be cached later */
 };
 
@@ -35,7 +35,7 @@ static Status
 run_copy(const Run *run, const Step *step)
 {
     char *dst = place_address(run, &step->dst), *src = place_address(run, &step->src);
-    int past = step->way == PAST || (step->way == FILL && step->nbytes >= AWAY_BYTES && are_far(run->board));
+    int past = step->way == PAST || (step->way == FILL && is_away(step->nbytes, run->board->far));
     (past ? copy_past : copy)(dst, src, step->nbytes);
     return DONE;
 }
@@ -108,7 +108,10 @@ run_fence(Run *run, const Step *step)
         return status;
     }
     run->stage = 0;
-    note_distance(board, run->plan->moved);
+    if (board->count && is_probed(run->plan->moved, board->phase)) {
+        Peer *peer = &board->peers[board->looks++ % (unsigned)board->count];
+        measure(&peer->words[PROBE], &peer->probe, &board->far);
+    }
     return step->checked && has_any_given_up(board) ? CALL : DONE;
 }
 

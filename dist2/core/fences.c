@@ -16,6 +16,8 @@
 
 #include "board.h"
 
+#include "far.h"
+
 #include <stdlib.h>
 #include <unistd.h>
 
@@ -249,7 +251,9 @@ int
 arrive(Board *board, uint64_t print, uint64_t number, int whom, size_t moved)
 {
     uint64_t phase = ++board->phase;
-    tell_distance(board, moved);
+    if (is_probed(moved, board->phase)) {
+        write_word(&board->own[PROBE], board->phase);
+    }
     Word *entry = entry_of(board->own, phase);
     write_word(&entry[1], number);
     publish(entry, (phase % PHASES) << PRINT_BITS | (print & PRINT_MASK));

@@ -2,10 +2,13 @@
 
 #include "ring.h"
 
+#include "far.h"
+#include "memory.h"
+
 #include <sched.h>
 #include <string.h>
 
-#define PIECE_BYTES (8 << 10) /* published at once */
+#define PIECE_BYTES (32 << 10) /* published at once; past the caches each piece costs a fence */
 #define PATIENT_NS 200000     /* how long a reader waits for the rest of a frame */
 #define FEW_LOOKS 64
 #define LINE_BYTES 64 /* of a cache */
@@ -34,6 +37,11 @@ copy_in(Ring *ring, uint64_t at, const char *from, size_t nbytes)
 {
     uint64_t place = (at - ring->base) % ring->capacity;
     size_t first = nbytes < ring->capacity - place ? nbytes : ring->capacity - place;
+    if (is_away(nbytes, ring->far)) {
+        copy_past(ring->bytes + place, from, first);
+        copy_past(ring->bytes, from + first, nbytes - first);
+        return;
+    }
     memcpy(ring->bytes + place, from, first);
     memcpy(ring->bytes, from + first, nbytes - first);
 }
@@ -153,6 +161,9 @@ ring_pull_like(Ring *ring, const char *header, size_t alike, char *found, size_t
 void
 ring_consume(Ring *ring, uint64_t nbytes)
 {
+    if (is_probed(nbytes, 0)) {
+        write_word(&ring->words[RING_PROBE], ring->count);
+    }
     publish_count(ring, RING_TAIL, ring->count + nbytes);
 }
 
@@ -168,6 +179,9 @@ ring_begin(Ring *ring)
 uint64_t
 ring_put(Ring *ring, uint64_t at, const char *from, size_t nbytes)
 {
+    if (is_probed(nbytes, ring->puts++)) {
+        measure(&ring->words[RING_PROBE], &ring->probe, &ring->far);
+    }
     for (; nbytes > PIECE_BYTES; nbytes -= PIECE_BYTES) {
         copy_in(ring, at, from, PIECE_BYTES);
         at += PIECE_BYTES;

@@ -27,14 +27,18 @@ enum {
     RING_TAIL = 8,
     READER_SLEEPS = 16,
     WRITER_SLEEPS = 24,
+    RING_PROBE = 32, /* written by the reader of many bytes: far.h */
     RING_PAGE_WORDS = 512
 };
 
-/* One end. `count`: how many bytes it has written or read; `base`: the number of the byte at the beginning. */
+/* One end. `count`: how many bytes it has written or read; `base`: the number of the byte at the beginning; `puts`: how
+   often it has written. A writer measures how `far` the reader's caches are, by the `probe` that it read last. */
 typedef struct {
     Word *words;
     char *bytes;
     uint64_t capacity, count, base;
+    uint64_t probe, puts;
+    int far;
 } Ring;
 
 /* Set up one end of a ring in memory of a page and a number of bytes that is a power of two. */

@@ -14,6 +14,7 @@ from dist2.backends.socket.transport.links.ring import HEADER_BYTES, RingReader,
 CAPACITY = 256
 _TAIL_WORD = 8
 _BASE_WORD = 1
+_PROBE_WORD = 32
 
 
 def ends(capacity: int = CAPACITY) -> tuple[RingWriter, RingReader, memoryview]:
@@ -44,6 +45,15 @@ def test_bytes_come_out_as_they_went_in_over_every_wrap() -> None:
             continue
     assert got == sent[: len(got)]
     assert len(sent) - len(got) <= CAPACITY
+
+
+def test_a_reader_of_many_bytes_shows_the_distance_of_its_caches() -> None:
+    writer, reader, words = ends(1 << 15)
+    for count, is_shown in ((1000, False), (1 << 14, True), (1000, False), (1 << 14, True)):
+        before = words[_PROBE_WORD]
+        writer.sendmsg([b"x" * count])
+        assert read(reader, 1 << 15) == b"x" * count
+        assert (words[_PROBE_WORD] != before) == is_shown
 
 
 def test_a_ring_that_nothing_is_in_begins_at_its_beginning() -> None:

@@ -1,5 +1,5 @@
 # cython: language_level=3, binding=False, boundscheck=False, wraparound=False, embedsignature=False
-# distutils: sources = dist2/core/ring.c
+# distutils: sources = dist2/core/far.c dist2/core/memory.c dist2/core/ring.c
 # distutils: include_dirs = dist2/core
 """The two ends of a ring, a byte pipe through shared memory in place of a socket: see dist2/core/ring.h."""
 

@@ -1,5 +1,5 @@
 # cython: language_level=3, binding=False, boundscheck=False, wraparound=False, embedsignature=False
-# distutils: sources = dist2/core/ring.c dist2/core/ring_waiter.c
+# distutils: sources = dist2/core/far.c dist2/core/memory.c dist2/core/ring.c dist2/core/ring_waiter.c
 # distutils: include_dirs = dist2/core
 """`Express`: direct messages inside a host. `Carrier`: the sends or the receives of one signature by it.
 
