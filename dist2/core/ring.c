@@ -37,13 +37,9 @@ copy_in(Ring *ring, uint64_t at, const char *from, size_t nbytes)
 {
     uint64_t place = (at - ring->base) % ring->capacity;
     size_t first = nbytes < ring->capacity - place ? nbytes : ring->capacity - place;
-    if (is_away(nbytes, ring->far)) {
-        copy_past(ring->bytes + place, from, first);
-        copy_past(ring->bytes, from + first, nbytes - first);
-        return;
-    }
-    memcpy(ring->bytes + place, from, first);
-    memcpy(ring->bytes, from + first, nbytes - first);
+    void (*store)(void *, const void *, size_t) = is_away(nbytes, ring->far) ? copy_past : copy;
+    store(ring->bytes + place, from, first);
+    store(ring->bytes, from + first, nbytes - first);
 }
 
 /* Copy out of the ring, and continue at its beginning. */
@@ -161,7 +157,7 @@ ring_pull_like(Ring *ring, const char *header, size_t alike, char *found, size_t
 void
 ring_consume(Ring *ring, uint64_t nbytes)
 {
-    if (is_probed(nbytes, 0)) {
+    if (is_probed(nbytes, 0)) { /* each time: the reader does not know which of them the writer measures */
         write_word(&ring->words[RING_PROBE], ring->count);
     }
     publish_count(ring, RING_TAIL, ring->count + nbytes);
