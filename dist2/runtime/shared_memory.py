@@ -76,14 +76,14 @@ class Mapping:
         return self.view[offset : offset + 8 * count].cast("Q")
 
 
-def open_of(pid: int, fd: int, flags: int, what: str) -> int:
-    """Open what another process of this host has open; return the descriptor.
+def open_of(pid: int, fd: int, flags: int, name: str) -> int:
+    """Open a descriptor of another process of this host once more; return the new one.
 
     Args:
         pid: The process.
         fd: Its descriptor.
         flags: As for `os.open`.
-        what: Its name, for errors.
+        name: Of the object behind it, for errors.
 
     Raises:
         PeerLostError: The process is gone.
@@ -93,14 +93,14 @@ def open_of(pid: int, fd: int, flags: int, what: str) -> int:
         return os.open(f"/proc/{pid}/fd/{fd}", flags | os.O_CLOEXEC)
     except PermissionError as error:
         raise ResourceError(
-            f"the {what} of process {pid} cannot be opened: {error.strerror}: that process or this one has "
+            f"the {name} of process {pid} cannot be opened: {error.strerror}: that process or this one has "
             f"changed its user or capabilities, or a security module keeps them apart; {_INSTEAD}",
             call="open",
             errno=error.errno,
         ) from error
     except OSError as error:
-        check_scarcity(error, f"open of another rank's {what}")
-        raise PeerLostError(f"{what} of process {pid} cannot be opened: {error.strerror}") from error
+        check_scarcity(error, f"open of another rank's {name}")
+        raise PeerLostError(f"{name} of process {pid} cannot be opened: {error.strerror}") from error
 
 
 _mapped: weakref.WeakValueDictionary[tuple[int, int], Mapping] = weakref.WeakValueDictionary()

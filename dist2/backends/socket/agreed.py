@@ -159,7 +159,7 @@ class AgreedBackend(Controlled):
         meet, outside = self._meeting(signature), self.control.outside
 
         def run(operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
-            check_mode()  # before the others are told that this rank takes part
+            check_mode()  # before this rank takes part: the others would wait for it
             meet(operation)
             try:
                 execute(operation, inputs, outputs)
