@@ -117,12 +117,6 @@ class _Steps(threading.local):
 
     under_way = 0
 
-    def __enter__(self) -> None:
-        self.under_way += 1
-
-    def __exit__(self, *_: object) -> None:
-        self.under_way -= 1
-
 
 _steps = _Steps()
 
@@ -197,8 +191,10 @@ class SharedLog:
         self.close()
 
     def _locked(self, kind: int, step: Callable[[], tuple[Records, _T]], deadline: Deadline) -> _T:
-        with self._lock, _steps:
+        with self._lock:
+            outer = _steps.under_way
             try:
+                _steps.under_way = outer + 1
                 return self._run(kind, step, deadline)
             except StoreError:  # a timeout is an OSError as well
                 raise
@@ -207,6 +203,7 @@ class SharedLog:
                     raise
                 raise StoreError(f"FileStore {self.path!r}: {error.strerror or error}") from error
             finally:
+                _steps.under_way = outer  # first: no signal handler can run before it
                 # Covers the lock's acquisition as well: a handler may raise as soon as it is taken.
                 if self._descriptor >= 0:
                     fcntl.flock(self._descriptor, fcntl.LOCK_UN)

@@ -139,6 +139,17 @@ def test_a_handler_that_raises_anywhere_leaves_the_store_usable(
     assert where > 4
 
 
+def test_a_store_that_is_dropped_after_such_a_signal_is_counted_out(tmp_path: Path) -> None:
+    pair = prepare("file", tmp_path)
+    for where in itertools.count():
+        pair.own.get("there")  # reads what others wrote, so that all calls have as much to do
+        if not interrupted(where, lambda: pair.own.set("key", "value")):
+            break
+    dropped = tmp_path / "dropped"
+    dist2.FileStore(str(dropped), 1)
+    assert not dropped.exists()
+
+
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("call", ["add", "late"])
 def test_a_second_one_during_the_clean_up_of_the_first_does_no_more(
