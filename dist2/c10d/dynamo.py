@@ -26,8 +26,8 @@ from dist2.runtime.torch_versions import OPAQUE_TYPES, leave_code_alone
 _CONSTANTS = ("group_name", "group_desc", "global_ranks", "timeout_s", "_device_types")
 """Properties that a compiled function may look at."""
 
-_TRACED = ("group_name",) if OPAQUE_TYPES is None else ()
-"""Properties that functional collectives read inside of a graph: there Dynamo has to trace them."""
+_TRACED = ("group_name", "rank", "size") if OPAQUE_TYPES is None else ()
+"""What functional collectives ask of a group inside of a graph: there Dynamo has to trace it."""
 
 _CONSTANT_METHODS = ("rank", "size", "_get_backend_name", "__eq__", "__ne__")
 """Methods that torch itself takes for constants."""

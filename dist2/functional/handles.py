@@ -85,12 +85,16 @@ def group_of(handle: str) -> ProcessGroup:
 
 
 def _reduction_name(op: AnyReduceOp) -> str:
-    """Return the text that stands for a reduction."""
     return str(Reduction.of(op))
 
 
-reduction_name: Callable[[AnyReduceOp], str] = torch.compiler.assume_constant_result(_reduction_name)
-"""The same, which Dynamo calls while it traces."""
+_constant_name: Callable[[AnyReduceOp], str] = torch.compiler.assume_constant_result(_reduction_name)
+
+
+def reduction_name(op: AnyReduceOp) -> str:
+    """Return the text that stands for a reduction."""
+    # Before torch 2.12, Dynamo reads a member of an enumeration in C++, but does not take it for a constant.
+    return op.name.lower() if isinstance(op, type(ReduceOp.SUM)) else _constant_name(op)
 
 
 @lru_cache(maxsize=1024)

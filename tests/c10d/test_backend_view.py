@@ -35,6 +35,9 @@ METHODS = {
 }
 
 
+LISTS = re.compile(r"Sequence\[|List\[|list\[")
+"""How versions of torch write the type of a list."""
+
 TRIED_BELOW = ("send", "recv", "new_window")
 
 
@@ -42,10 +45,10 @@ def value(kind: str) -> Any:
     """Return an argument of a type, for a group of one rank; None where its default is meant."""
     if "torch.Tensor" in kind:
         made: Any = torch.ones(2)
-        for _ in range(kind.count("Sequence")):
+        for _ in LISTS.findall(kind):
             made = [made]
         return made
-    if "Sequence" in kind:  # of split sizes
+    if LISTS.search(kind):  # of split sizes
         return [2]
     if "Options" in kind:
         return getattr(_c10d, kind.rpartition(".")[2].strip())()
