@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import attrs
 import pytest
@@ -43,6 +43,11 @@ Beyond 33 these are every sixth. A proof takes longer the more ranks there are.
 
 def algorithm_named(family: OpKind, name: str) -> Algorithm:
     return next(each for each in algorithms_for(family) if each.name == name)
+
+
+def worlds_of(algorithm: Algorithm, world_sizes: Iterable[int]) -> list[int]:
+    """Return the world sizes that an algorithm is for."""
+    return [size for size in world_sizes if not algorithm.paired or size.bit_count() == 1]
 
 
 def name_of(algorithm: Algorithm) -> str:

@@ -62,7 +62,7 @@ def _all_reduce(request: Request, limits: Thresholds) -> str:
     if request.is_hierarchical:
         return "hosts_whole" if _sent_twice(request) <= limits.whole_bytes else "hosts_direct"
     crowded = world_size > limits.crowd
-    if request.any_order and nbytes <= limits.doubling_bytes and (crowded or _pairs_up(world_size)):
+    if request.any_order and nbytes <= limits.doubling_bytes and _pairs_up(world_size):
         return "doubling"
     if _sent_twice(request) <= limits.whole_bytes:
         return "bruck" if crowded else "whole"
@@ -149,7 +149,7 @@ def _nbytes(request: Request) -> int:
 
 
 def _pairs_up(world_size: int) -> bool:
-    """Return whether doubling needs no extra rounds: a power of two, and more than one round."""
+    """Return whether ranks can exchange in pairs, in more than one round: a power of two."""
     return world_size > 2 and world_size & (world_size - 1) == 0
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.memory_endpoint import PostOffice
 from support.oracle import reduced
-from support.schedule_cases import ALGORITHMS, algorithm_named, name_of
+from support.schedule_cases import ALGORITHMS, algorithm_named, name_of, worlds_of
 
 from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.algorithms.schedule import Copy, Exchange, Fence, Recv, Schedule, Send
@@ -288,7 +288,7 @@ def test_exact_reductions_at_many_world_sizes(algorithm: Algorithm) -> None:
             (torch.bool, kind_of("BXOR")),
         ]
     )
-    for world_size in range(1, 10):
+    for world_size in worlds_of(algorithm, range(1, 10)):
         for size, in_place in ((0, False), (7, True), (23, False)):
             dtype, reduction = next(cases)
             job = JOBS[algorithm.family](world_size, size, dtype, reduction, in_place)
@@ -311,7 +311,7 @@ def test_inexact_reductions_come_out_bitwise_as_in_one_process(algorithm: Algori
 
 @pytest.mark.parametrize("algorithm", [each for each in REDUCING if not each.ordered], ids=name_of)
 def test_inexact_reductions_in_any_order_are_close_and_equal_everywhere(algorithm: Algorithm) -> None:
-    for world_size, reduction in itertools.product((3, 4, 6), (SUM, AVG)):
+    for world_size, reduction in itertools.product(worlds_of(algorithm, (3, 4, 6, 8)), (SUM, AVG)):
         job = JOBS[algorithm.family](world_size, 41, torch.float64, reduction, True)
         run(algorithm, attrs.evolve(job, request=attrs.evolve(job.request, deterministic=False)))
         for outputs, expected in zip(job.outputs, job.expected, strict=True):
@@ -342,7 +342,8 @@ def test_lists_of_tensors_are_one_concatenation_cut_anywhere(algorithm: Algorith
     """Each rank cuts its tensors at other places; the result is that of the concatenation."""
     if algorithm.family is OpKind.BARRIER:
         return
-    job = JOBS[algorithm.family](5, 23, torch.int32, None, False)
+    world_size = worlds_of(algorithm, (4, 5))[-1]
+    job = JOBS[algorithm.family](world_size, 23, torch.int32, None, False)
 
     def cut(tensors: Tensors, rank: int) -> list[torch.Tensor]:
         flat = torch.cat(list(tensors)) if tensors else torch.empty(0, dtype=torch.int32)
@@ -353,7 +354,7 @@ def test_lists_of_tensors_are_one_concatenation_cut_anywhere(algorithm: Algorith
     if job.inputs is job.outputs:
         outputs = inputs
     pieces = attrs.evolve(job, inputs=inputs, outputs=outputs)
-    schedules = [algorithm.schedule(rank, request_of(job, rank)) for rank in range(5)]
+    schedules = [algorithm.schedule(rank, request_of(job, rank)) for rank in range(world_size)]
     run(algorithm, pieces, schedules)
     for found, wanted in zip(outputs, job.expected, strict=True):
         assert same(torch.cat(found or [torch.empty(0)]), torch.cat(wanted or [torch.empty(0)]))

@@ -8,7 +8,7 @@ import attrs
 import pytest
 from support.proof.checker import Machine, prove
 from support.proof.symbols import BrokenScheduleError
-from support.schedule_cases import ALGORITHMS, FLAT, name_of, requests_for, schedules_of
+from support.schedule_cases import ALGORITHMS, FLAT, name_of, requests_for, schedules_of, worlds_of
 
 from dist2.backends.socket.algorithms.request import Request
 from dist2.backends.socket.algorithms.schedule import (
@@ -120,14 +120,14 @@ def relabelled(fold: Fold) -> Fold | None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=name_of)
 def test_a_dropped_step_is_caught(algorithm: Algorithm) -> None:
-    requests = requests_for(algorithm, WORLD_SIZE, SIZE)
+    requests = requests_for(algorithm, worlds_of(algorithm, (4, WORLD_SIZE))[-1], SIZE)
     mutants = list(without_a_step(schedules_of(algorithm, requests)))
     assert_all_caught(algorithm, requests, mutants)
 
 
 @pytest.mark.parametrize("algorithm", FLAT, ids=name_of)
 def test_a_removed_fence_is_caught(algorithm: Algorithm) -> None:
-    requests = requests_for(algorithm, WORLD_SIZE, SIZE)
+    requests = requests_for(algorithm, worlds_of(algorithm, (4, WORLD_SIZE))[-1], SIZE)
     mutants = list(without_a_fence(schedules_of(algorithm, requests)))
     assert_all_caught(algorithm, requests, mutants)
 
@@ -136,7 +136,7 @@ def test_a_removed_fence_is_caught(algorithm: Algorithm) -> None:
     "algorithm", [each for each in ALGORITHMS if "reduce" in each.family.value], ids=name_of
 )
 def test_wrong_folds_are_caught(algorithm: Algorithm) -> None:
-    requests = requests_for(algorithm, WORLD_SIZE, SIZE)
+    requests = requests_for(algorithm, worlds_of(algorithm, (4, WORLD_SIZE))[-1], SIZE)
     schedules = schedules_of(algorithm, requests)
     changes = [shortened, doubled, relabelled] + ([swapped] if algorithm.ordered else [])
     for change in changes:
@@ -146,14 +146,14 @@ def test_wrong_folds_are_caught(algorithm: Algorithm) -> None:
 
 @pytest.mark.parametrize("algorithm", [each for each in ALGORITHMS if not each.flat], ids=name_of)
 def test_wrong_messages_are_caught(algorithm: Algorithm) -> None:
-    requests = requests_for(algorithm, WORLD_SIZE, SIZE)
+    requests = requests_for(algorithm, worlds_of(algorithm, (4, WORLD_SIZE))[-1], SIZE)
     for what, broken in with_other_messages(schedules_of(algorithm, requests)):
         assert_caught(algorithm, requests, broken, what)
 
 
 def test_exact_only_algorithms_are_not_in_order() -> None:
     for algorithm in (each for each in ALGORITHMS if not each.ordered):
-        requests = requests_for(algorithm, WORLD_SIZE, SIZE)
+        requests = requests_for(algorithm, worlds_of(algorithm, (4, WORLD_SIZE))[-1], SIZE)
         with pytest.raises(BrokenScheduleError, match="in rank order"):
             prove(requests, schedules_of(algorithm, requests), ordered=True)
 

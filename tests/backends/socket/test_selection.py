@@ -106,6 +106,7 @@ def test_short_and_long_and_many() -> None:
     assert chosen(OpKind.ALL_REDUCE, 64, 64 * MIB) == "direct"
     assert chosen(OpKind.ALL_REDUCE, 64, 64 * MIB, deterministic=False) == "halving"
     assert chosen(OpKind.ALL_REDUCE, 63, 64 * MIB, deterministic=False) == "ring"
+    assert chosen(OpKind.ALL_REDUCE, 63, 8, exact=True) == "bruck"
     assert chosen(OpKind.BROADCAST, 8, 8) == "binomial"
     assert chosen(OpKind.BROADCAST, 8, 64 * MIB) == "van_de_geijn"
     assert chosen(OpKind.BARRIER, 8, 0) == "dissemination"
@@ -164,6 +165,8 @@ def test_an_unfit_name_lists_the_fit_ones() -> None:
     with pytest.raises(InvalidUsageError, match="'one_shot' does not fit"):
         chosen(OpKind.ALL_REDUCE, 4, 64, forced="one_shot")
     assert chosen(OpKind.ALL_REDUCE, 4, 64, forced="ring", deterministic=False) == "ring"
+    with pytest.raises(InvalidUsageError, match="'halving' does not fit for all_reduce; suitable: whole"):
+        chosen(OpKind.ALL_REDUCE, 6, 64, forced="halving", exact=True)
 
 
 def test_slots_too_small_for_a_part_of_each_rank_are_none() -> None:

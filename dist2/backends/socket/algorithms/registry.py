@@ -39,6 +39,7 @@ class Algorithm:
         lends: It is flat; ranks read each other's tensors where all are mapped, otherwise another one runs.
         hierarchical: It uses both: shared memory inside hosts, messages between them.
         ordered: It folds in rank order or not at all, so that inexact reductions may use it.
+        paired: Its ranks exchange in pairs, so they are a power of two.
         streams: It is flat, and not all ranks wait for all: its blocks go through pieces of slots.
     """
 
@@ -49,6 +50,7 @@ class Algorithm:
     lends: bool = False
     hierarchical: bool = False
     ordered: bool = True
+    paired: bool = False
     streams: bool = False
 
     def schedule(self, rank: int, request: Request) -> Schedule:
@@ -58,6 +60,8 @@ class Algorithm:
     def fits(self, request: Request) -> bool:
         """Return whether it can serve a request at all."""
         if request.family is not self.family or not (self.ordered or request.any_order):
+            return False
+        if self.paired and request.world_size & (request.world_size - 1):
             return False
         # A slot must hold at least an element of each part.
         if self.hierarchical:
@@ -149,6 +153,10 @@ def _mapped(family: OpKind, build: _Build) -> Algorithm:
     return Algorithm(MAPPED, family, build, flat=True, lends=True)
 
 
+def _paired(name: str, make: Callable[[int, int, int], Schedule]) -> Algorithm:
+    return Algorithm(name, OpKind.ALL_REDUCE, _vector(make), ordered=False, paired=True)
+
+
 MAPPED = "mapped"
 MOST_EXPOSED = 256
 """Ranks up to which tensors are read in place: a rank exposes a part for each; a table has room for 313."""
@@ -160,8 +168,8 @@ _REGISTRY = (
     Algorithm("whole", OpKind.ALL_REDUCE, _ordered_vector(direct.all_reduce_whole)),
     Algorithm("bruck", OpKind.ALL_REDUCE, _ordered_vector(bruck.all_reduce)),
     Algorithm("direct", OpKind.ALL_REDUCE, _direct_all_reduce),
-    Algorithm("doubling", OpKind.ALL_REDUCE, _vector(doubling.all_reduce_doubling), ordered=False),
-    Algorithm("halving", OpKind.ALL_REDUCE, _vector(doubling.all_reduce_halving), ordered=False),
+    _paired("doubling", doubling.all_reduce_doubling),
+    _paired("halving", doubling.all_reduce_halving),
     Algorithm("ring", OpKind.ALL_REDUCE, _vector(ring.all_reduce), ordered=False),
     Algorithm(
         "hosts_whole", OpKind.ALL_REDUCE, _hosts_vector(hosts_reducing.all_reduce_whole), hierarchical=True
