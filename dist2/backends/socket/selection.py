@@ -77,18 +77,13 @@ def _reduce(request: Request, limits: Thresholds) -> str:
         return "one_shot" if _nbytes(request) <= most else "two_shot"
     if request.is_hierarchical:
         return "hosts"
-    if _sent_twice(request) > limits.whole_reduce_bytes:
-        return "direct"
-    return "binomial" if request.any_order and request.world_size > limits.crowd else "whole"
+    return "direct" if _sent_twice(request) > limits.whole_reduce_bytes else "whole"
 
 
 def _reduce_scatter(request: Request, limits: Thresholds) -> str:
     if request.is_flat:
         return "flat"
-    if request.is_hierarchical:
-        return "hosts"
-    is_long = _nbytes(request) > limits.short_bytes
-    return "ring" if is_long and request.any_order and request.world_size > limits.crowd else "direct"
+    return "hosts" if request.is_hierarchical else "direct"
 
 
 def _broadcast(request: Request, limits: Thresholds) -> str:

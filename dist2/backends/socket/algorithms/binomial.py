@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dist2.backends.socket.algorithms.schedule import (
     Copy,
     Exchange,
-    Fold,
     Recv,
     Schedule,
     Send,
@@ -58,24 +57,6 @@ def broadcast(rank: int, world_size: int, numel: int, root: int) -> Schedule:
     children = children_of(place, world_size)
     steps.append(Exchange(tuple(Send((child + root) % world_size, whole) for child in children)))
     return assemble(steps)
-
-
-def reduce(rank: int, world_size: int, numel: int, root: int) -> Schedule:
-    """Fold whole vectors up the tree; for reductions that may be folded in any order."""
-    place = (rank - root) % world_size
-    children = children_of(place, world_size)[::-1]
-    received, mine = scratch(0, numel), source(0, numel)
-    partial = target(0, numel) if place == 0 else scratch(numel, 2 * numel)
-    steps: list[Step] = []
-    for child in children:
-        steps.append(Exchange(recvs=(Recv((child + root) % world_size, received),)))
-        steps.append(Fold(partial, (mine, received), final=place == 0 and child == children[-1]))
-        mine = partial
-    if place:
-        steps.append(Exchange(sends=(Send((parent_of(place) + root) % world_size, mine),)))
-    elif not children:
-        steps.append(Copy(partial, mine))
-    return assemble(steps, scratch=2 * numel if children else 0)
 
 
 def gather(rank: int, world_size: int, counts: Sequence[int], root: int) -> Schedule:

@@ -1,7 +1,7 @@
 """Ring algorithms: every rank sends to the next and receives from the previous one, world size - 1 times.
 
-Each rank sends ``2 (W-1)/W`` of the data for `all_reduce`, ``(W-1)/W`` for the halves of it: the least
-possible, with neighbours only. Sums are folded in the order of the ring, which depends on the chunk.
+Each rank sends ``2 (W-1)/W`` of the data for `all_reduce`, ``(W-1)/W`` for `all_gather`: the least possible,
+with neighbours only. Sums are folded in the order of the ring, which depends on the chunk.
 
 Source: P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
 J. Parallel Distrib. Comput. 69 (2009).
@@ -32,26 +32,6 @@ def all_reduce(rank: int, world_size: int, numel: int) -> Schedule:
         steps.append(Fold(target(low, high), (received, source(low, high)), final))
     steps += _gather_around(rank, world_size, bounds, owned=following)
     return assemble(steps, scratch=bounds[1])
-
-
-def reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -> Schedule:
-    """Pass partial sums of each part around the ring until they reach its owner."""
-    bounds = offsets_of(counts)
-    if world_size == 1:
-        return assemble([Copy(target(0, bounds[1]), source(0, bounds[1]))])
-    longest = max(counts)
-    following, previous = (rank + 1) % world_size, (rank - 1) % world_size
-    steps: list[Step] = []
-    for step in range(world_size - 1):
-        sent, kept = (rank - step - 1) % world_size, (rank - step - 2) % world_size
-        first = source(bounds[sent], bounds[sent + 1])
-        partial = first if step == 0 else scratch(longest, longest + counts[sent])
-        received = scratch(0, counts[kept])
-        steps.append(exchange(following, partial, previous, received))
-        final = step == world_size - 2
-        result = target(0, counts[kept]) if final else scratch(longest, longest + counts[kept])
-        steps.append(Fold(result, (received, source(bounds[kept], bounds[kept + 1])), final))
-    return assemble(steps, scratch=2 * longest)
 
 
 def all_gather(rank: int, world_size: int, counts: Sequence[int]) -> Schedule:
