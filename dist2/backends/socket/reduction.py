@@ -23,7 +23,7 @@ Fold = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
 """Folds contiguous flat tensors of one length into ``dst``, which may be any of them, but not part of one."""
 
 BLOCK_BYTES = 512 * 1024
-"""Folds of three and more go through memory in blocks of this size, so that the accumulator stays in the
+"""Folds go through memory in blocks of this size, so that the accumulator stays in the
 second-level cache: 4 float32 contributions of 16 MiB took 4.0 ms instead of 4.5 with one thread, 2.2 instead
 of 3.6 with two. Smaller blocks cost more in calls than they save."""
 
@@ -140,9 +140,8 @@ def bind_fold(reduction: Reduction, dtype: torch.dtype, world_size: int, final: 
         return _viewed_as(_COMPLEX[dtype], bind_fold(reduction, _COMPLEX[dtype], world_size, final))
     finish = _division(dtype, world_size) if is_average else None
     combine = (_COMBINE_BOOL if dtype is torch.bool else _COMBINE)[kind]
-    if dtype in _HALVES and kind not in _ORDERING:
-        return _bind_wide(combine, finish)
-    return _bind_direct(combine, finish)
+    is_wide = dtype in _HALVES and kind not in _ORDERING
+    return _in_blocks(_wide(combine, finish) if is_wide else _direct(combine, finish))
 
 
 def fold(dst: torch.Tensor, srcs: Sequence[torch.Tensor], reduction: Reduction, final: bool = True) -> None:
@@ -158,12 +157,15 @@ def _division(dtype: torch.dtype, divisor: int) -> _Finish:
     return lambda tensor: tensor.div_(divisor)
 
 
-def _bind_direct(combine: _Combine, finish: _Finish | None) -> Fold:
+def _direct(combine: _Combine, finish: _Finish | None) -> Fold:
     """Fold in the dtype of the tensors, without temporaries unless ``dst`` is a later source."""
 
     def fold_block(dst: torch.Tensor, srcs: Sequence[torch.Tensor]) -> None:
         result = torch.empty_like(dst) if _is_overwritten_early(dst, srcs) else dst
-        combine(srcs[0], srcs[1], out=result)
+        if len(srcs) == 1:
+            result.copy_(srcs[0])
+        else:
+            combine(srcs[0], srcs[1], out=result)
         for src in srcs[2:]:
             combine(result, src, out=result)
         if finish is not None:
@@ -171,25 +173,16 @@ def _bind_direct(combine: _Combine, finish: _Finish | None) -> Fold:
         if result is not dst:
             dst.copy_(result)
 
-    def fold_all(dst: torch.Tensor, srcs: Sequence[torch.Tensor]) -> None:
-        if len(srcs) == 2:
-            combine(srcs[0], srcs[1], out=dst)
-            if finish is not None:
-                finish(dst)
-        elif len(srcs) == 1:
-            dst.copy_(srcs[0])
-            if finish is not None:
-                finish(dst)
-        else:
-            _in_blocks(fold_block, dst, srcs)
-
-    return fold_all
+    return fold_block
 
 
-def _bind_wide(combine: _Combine, finish: _Finish | None) -> Fold:
+def _wide(combine: _Combine, finish: _Finish | None) -> Fold:
     """Fold half precision in float32 and round once."""
 
     def fold_block(dst: torch.Tensor, srcs: Sequence[torch.Tensor]) -> None:
+        if len(srcs) == 2 and finish is None:
+            combine(srcs[0], srcs[1], out=dst)  # torch computes one operation in float32 and rounds it once
+            return
         wide = srcs[0].float()
         for src in srcs[1:]:
             combine(wide, src, out=wide)
@@ -197,23 +190,15 @@ def _bind_wide(combine: _Combine, finish: _Finish | None) -> Fold:
             finish(wide)
         dst.copy_(wide)
 
-    def fold_all(dst: torch.Tensor, srcs: Sequence[torch.Tensor]) -> None:
-        if len(srcs) == 2 and finish is None:
-            combine(srcs[0], srcs[1], out=dst)  # torch computes one operation in float32 and rounds it once
-        else:
-            _in_blocks(fold_block, dst, srcs)
-
-    return fold_all
+    return fold_block
 
 
 def _bind_unsigned(kind: ReduceKind, signed: torch.dtype, divisor: int) -> Fold:
     """Fold unsigned integers of 16 bits and more through their signed twins."""
     combine = _COMBINE[kind]
-    finish: _Finish | None = None
-    if divisor > 1:
-        finish = _unsigned_division(signed, divisor)
     if kind not in _ORDERING:
-        return _viewed_as(signed, _bind_direct(combine, finish))
+        finish = _unsigned_division(signed, divisor) if divisor > 1 else None
+        return _viewed_as(signed, _in_blocks(_direct(combine, finish)))
     sign = torch.iinfo(signed).min
 
     def fold_block(dst: torch.Tensor, srcs: Sequence[torch.Tensor]) -> None:
@@ -224,7 +209,7 @@ def _bind_unsigned(kind: ReduceKind, signed: torch.dtype, divisor: int) -> Fold:
             combine(result, flipped, out=result)
         torch.bitwise_xor(result, sign, out=dst)
 
-    return _viewed_as(signed, lambda dst, srcs: _in_blocks(fold_block, dst, srcs))
+    return _viewed_as(signed, _in_blocks(fold_block))
 
 
 def _unsigned_division(signed: torch.dtype, divisor: int) -> _Finish:
@@ -255,15 +240,17 @@ def _is_overwritten_early(dst: torch.Tensor, srcs: Sequence[torch.Tensor]) -> bo
     return any(src.data_ptr() == address for src in srcs[2:])
 
 
-def _in_blocks(fold_block: Fold, dst: torch.Tensor, srcs: Sequence[torch.Tensor]) -> None:
-    numel = dst.numel()
-    block = BLOCK_BYTES // dst.element_size()
-    if numel <= block:
-        fold_block(dst, srcs)
-        return
-    for start in range(0, numel, block):
-        stop = start + block
-        fold_block(dst[start:stop], [src[start:stop] for src in srcs])
+def _in_blocks(fold_block: Fold) -> Fold:
+    def fold_all(dst: torch.Tensor, srcs: Sequence[torch.Tensor]) -> None:
+        numel, block = dst.numel(), BLOCK_BYTES // dst.element_size()
+        if numel <= block:
+            fold_block(dst, srcs)
+            return
+        for start in range(0, numel, block):
+            stop = start + block
+            fold_block(dst[start:stop], [src[start:stop] for src in srcs])
+
+    return fold_all
 
 
 _ORDERED = {
