@@ -49,12 +49,11 @@ from dist2.operation.aliasing import on_copies
 from dist2.operation.async_call import AsyncCall
 from dist2.operation.coalescing import Batch
 from dist2.operation.execution import Executor, Outcome, Tensors
-from dist2.operation.failures import locate, name_operation, own
+from dist2.operation.failures import locate, name_operation, own, poison_outputs
 from dist2.operation.host_staging import is_staged, through_host
 from dist2.operation.instruments import Dispatch, dispatch
 from dist2.operation.kinds import OpKind
 from dist2.operation.plan_cache import Plan, Plans
-from dist2.operation.poisoning import poison_outputs
 from dist2.operation.queue import CollectiveQueue, refuse_to_wait
 from dist2.operation.record import Operation
 from dist2.operation.signature import GroupInfo, Signature

@@ -268,15 +268,15 @@ assert calling.wait(10)
 RECEIVING = """
 import threading
 import torch, dist2
-from dist2.operation import poisoning
+from dist2.operation import failures
 
-large, mark, marked = torch.ones(1 << 25), poisoning.poison, threading.Event()
+large, mark, marked = torch.ones(1 << 25), failures.poison, threading.Event()
 def slow_mark(tensor):
     marked.set()
     for _ in range(5):
         large.add_(1)  # in torch's C++, without the interpreter lock
     mark(tensor)
-poisoning.poison = slow_mark
+failures.poison = slow_mark
 store = dist2.HashStore()
 def rank_main(rank):
     from dist2.backends.socket.transport.node import Node

@@ -7,8 +7,8 @@ import torch
 
 import dist2
 from dist2 import GroupAbortedError
+from dist2.operation.failures import poison_outputs
 from dist2.operation.kinds import OpKind
-from dist2.operation.poisoning import poison_outputs
 from dist2.operation.signature import GroupInfo, Signature
 
 FLOATING = (

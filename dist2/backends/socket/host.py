@@ -16,8 +16,7 @@ import torch
 from dist2.backends.socket.memory import tensor_at
 from dist2.backends.socket.sizes import BESIDE_NOTE, compare_sizes
 from dist2.backends.socket.transport.boards.board import Board
-from dist2.backends.socket.transport.boards.exposed import Exposed
-from dist2.backends.socket.transport.boards.recall import Recall
+from dist2.backends.socket.transport.boards.exposed import Exposed, Recall
 from dist2.operation import engine
 from dist2.operation.record import Operation
 

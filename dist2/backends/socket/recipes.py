@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 import attrs
 import torch
 
-from dist2.backends.socket.algorithms.flat_exchange import flat_exchange
+from dist2.backends.socket.algorithms import flat_moving
 from dist2.backends.socket.algorithms.request import Request, family_of
 from dist2.backends.socket.algorithms.schedule import Schedule
 from dist2.backends.socket.host import MAPPED_NOTE
@@ -174,7 +174,7 @@ class Recipes:
         rank, exchanges = self._likeness.rank, request.family is OpKind.ALL_TO_ALL
         block = self._block(request.family, layout, PIECE_BYTES if algorithm.streams else SLOT_BYTES)
         factory = (
-            partial(flat_exchange, rank, stride=block)
+            partial(flat_moving.all_to_all, rank, stride=block)
             if exchanges
             else partial(self._schedule, request, algorithm)
         )

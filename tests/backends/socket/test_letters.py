@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist2.backends.consensus import Decision, Letter, Vote
-from dist2.backends.socket.transport.messages.letters import decode, encode
+from dist2.backends.socket.transport.messages.assembly import decode, encode
 from dist2.backends.socket.wire import HEADER_BYTES, Header, Kind
 from dist2.errors import WireError
 

@@ -11,7 +11,7 @@ from support.threads import ends_of
 from support.time_limits import in_time
 
 from dist2 import OperationTimeoutError, PeerLostError
-from dist2.backends.socket.transport.boards.recall import PATIENCE_S, Recall
+from dist2.backends.socket.transport.boards.exposed import PATIENCE_S, Recall
 
 SLACK_S = 0.05
 

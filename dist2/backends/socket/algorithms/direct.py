@@ -24,6 +24,7 @@ from dist2.backends.socket.algorithms.schedule import (
 )
 from dist2.backends.socket.algorithms.spans import (
     assemble,
+    exchange,
     fold_in_order,
     offsets_of,
     peers_after,
@@ -136,6 +137,16 @@ def all_to_all(rank: int, world_size: int, sent: Sequence[int], received: Sequen
     recvs = (Recv(peer, target(*incoming[peer : peer + 2])) for peer in peers_before(rank, world_size))
     own = Copy(target(*incoming[rank : rank + 2]), source(*outgoing[rank : rank + 2]))
     return assemble([Exchange(tuple(sends), tuple(recvs)), own], sizes_known=False)
+
+
+def all_to_all_in_pairs(rank: int, world_size: int, sent: Sequence[int], received: Sequence[int]) -> Schedule:
+    """Send the same messages one after another, where all at once would crowd the receivers."""
+    outgoing, incoming = offsets_of(sent), offsets_of(received)
+    steps: list[Step] = [Copy(target(*incoming[rank : rank + 2]), source(*outgoing[rank : rank + 2]))]
+    for distance in range(1, world_size):
+        to, of = (rank + distance) % world_size, (rank - distance) % world_size
+        steps.append(exchange(to, source(*outgoing[to : to + 2]), of, target(*incoming[of : of + 2])))
+    return assemble(steps, sizes_known=False)
 
 
 def all_reduce_whole(rank: int, world_size: int, numel: int, layout: tuple[int, ...] = ()) -> Schedule:

@@ -53,6 +53,34 @@ def scatter(rank: int, world_size: int, counts: Sequence[int], root: int) -> Sch
     return assemble(steps, slot=bounds[-1] if world_size > 1 else 0, streams=True)
 
 
+def all_to_all(rank: int, sent: Sequence[int], received: Sequence[int], stride: int) -> Schedule:
+    """Copy each part to its place in the own slot, fence, copy the own parts out of the others' slots.
+
+    Each rank knows only its own sizes, so places are at a stride that is the same on all ranks.
+
+    Args:
+        rank: The rank that the schedule is for.
+        sent: Elements for each rank.
+        received: Elements from each rank.
+        stride: Elements between the places of two parts; no part is longer.
+    """
+    world_size = len(sent)
+    outgoing, incoming = offsets_of(sent), offsets_of(received)
+    own = Copy(target(incoming[rank], incoming[rank + 1]), source(outgoing[rank], outgoing[rank + 1]))
+    if world_size == 1:
+        return assemble([own])
+    steps: list[Step] = []
+    for peer in range(world_size):
+        if peer != rank:
+            place = slot(rank, peer * stride, peer * stride + sent[peer])
+            steps.append(Copy(place, source(outgoing[peer], outgoing[peer + 1])))
+    steps += [own, Fence()]
+    for peer in peers_after(rank, world_size):
+        place = slot(peer, rank * stride, rank * stride + received[peer])
+        steps.append(Copy(target(incoming[peer], incoming[peer + 1]), place))
+    return assemble(steps, slot=world_size * stride)
+
+
 def barrier(rank: int, world_size: int) -> Schedule:
     """Return when all ranks have called."""
     return Schedule((Fence(),) if world_size > 1 else ())

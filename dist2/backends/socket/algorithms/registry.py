@@ -12,13 +12,11 @@ from dist2.backends.socket.algorithms import (
     direct,
     dissemination,
     doubling,
-    flat_exchange,
     flat_moving,
     flat_reducing,
     hosts_moving,
     hosts_reducing,
     mapped,
-    pairwise,
     ring,
     van_de_geijn,
 )
@@ -96,7 +94,7 @@ def _pairs(make: Callable[[int, int, tuple[int, ...], tuple[int, ...]], Schedule
 
 def _flat_pairs(rank: int, request: Request) -> Schedule:
     stride = request.capacity // request.world_size
-    return flat_exchange.flat_exchange(rank, request.counts, request.received, stride)
+    return flat_moving.all_to_all(rank, request.counts, request.received, stride)
 
 
 def _direct_all_reduce(rank: int, request: Request) -> Schedule:
@@ -212,7 +210,7 @@ _REGISTRY = (
     Algorithm("flat", OpKind.ALL_TO_ALL, _flat_pairs, flat=True),
     _mapped(OpKind.ALL_TO_ALL, _pairs(mapped.all_to_all)),
     Algorithm("direct", OpKind.ALL_TO_ALL, _pairs(direct.all_to_all)),
-    Algorithm("pairwise", OpKind.ALL_TO_ALL, _pairs(pairwise.all_to_all)),
+    Algorithm("pairwise", OpKind.ALL_TO_ALL, _pairs(direct.all_to_all_in_pairs)),
     Algorithm("flat", OpKind.BARRIER, _nothing(flat_moving.barrier), flat=True),
     Algorithm("dissemination", OpKind.BARRIER, _nothing(dissemination.barrier)),
     Algorithm("hosts", OpKind.BARRIER, _hosts_barrier, hierarchical=True),
