@@ -2,10 +2,10 @@
 
 A server has imported torch and the other projects that dist2 imports, but neither dist2 nor observability:
 their imports may depend on the program's environment. For each client (see `warm_client`) the server forks.
-The fork takes the client's standard streams, environment and folder, returns from `serve` to the top level of
-the interpreter, and runs the program there. So the program ends like any other: uncaught exceptions, waits
-for threads, exit handlers. It does not clear modules in the end, which takes as long as their import. The
-server tells the client the exit status.
+The fork takes the client's descriptors, environment, folder and processors, returns from `serve` to the top
+level of the interpreter, and runs the program there. So the program ends like any other: uncaught exceptions,
+waits for threads, exit handlers. It does not clear modules in the end, which takes as long as their import.
+The server tells the client the exit status.
 
 A program that starts others by `sys.executable`, as launchers do, can have them started so too: see
 `warm_executable`.
@@ -17,7 +17,9 @@ nor for programs with their own terminal or namespace.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import functools
+import gc
 import importlib
 import io
 import json
@@ -38,17 +40,35 @@ from types import ModuleType
 
 import attrs
 
-IMPORTED = ("torch.distributed.run", "torch._dynamo", "attrs", "structlog", "msgpack", "prometheus_client")
+IMPORTED = (
+    "torch.distributed.run",
+    "torch._dynamo",
+    "attrs",
+    "structlog",
+    "msgpack",
+    "prometheus_client.parser",
+    "starlette.applications",
+    "starlette.middleware.gzip",
+    "uvicorn.lifespan.off",
+    "uvicorn.protocols.http.httptools_impl",
+    "rich.console",
+)
+MOST_DESCRIPTORS = 64
 CLIENT = Path(__file__).with_name("warm_client.py")
 ROOT = Path(__file__).parent.parent.parent
 
 
 @functools.cache
-def warm_python() -> list[str | Path]:
+def warm_python(library_path: str | None = None) -> list[str | Path]:
     """Return the replacement of ``python`` in a command: ``(*warm_python(), script, *arguments)``.
 
     The server is started once in each process of pytest, and ends with it.
+
+    Args:
+        library_path: The program's ``LD_LIBRARY_PATH``, if it is not this process's. The dynamic linker
+            reads it when a process starts, so there is a server for each.
     """
+    linked = {} if library_path is None else {"LD_LIBRARY_PATH": library_path}
     folder = tempfile.mkdtemp(prefix="dist2-warm-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path = f"{folder}/socket"
@@ -56,7 +76,7 @@ def warm_python() -> list[str | Path]:
     server = subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1", **linked},
         stdin=subprocess.PIPE,  # it ends when this closes
         stdout=subprocess.PIPE,
         start_new_session=True,
@@ -104,8 +124,11 @@ class _Running:
 
 def serve(path: str) -> Callable[[], object]:
     """Fork for each client; return only in the forks, with the callable for the top level."""
+    gc.disable()  # a fourth of the time of imports
     for name in IMPORTED:
         importlib.import_module(name)
+    gc.freeze()  # the collector then skips imported objects, and does not write to their pages in each fork
+    gc.enable()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(path)
     listener.listen(64)
@@ -123,7 +146,7 @@ def serve(path: str) -> Callable[[], object]:
                     sys.exit()
                 if key.fileobj is listener:
                     connection, _ = listener.accept()
-                    _, fds, _, _ = socket.recv_fds(connection, 1, 4)
+                    _, fds, _, _ = socket.recv_fds(connection, 1, MOST_DESCRIPTORS)
                     pid = os.fork()
                     if pid == 0:
                         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has the tests ignore it
@@ -185,16 +208,22 @@ def _adopt(path: str, fds: list[int]) -> Callable[[], object]:
 
     Args:
         path: The server's socket; `warm_executable` is beside it.
-        fds: The client's standard streams and its request.
+        fds: The client's standard streams, its request and its other descriptors.
     """
     os.setsid()
-    *streams, text = fds
+    *streams, text = fds[:4]
     os.lseek(text, 0, os.SEEK_SET)
     with os.fdopen(text) as file:
         request = json.load(file)
-    for stream, fd in enumerate(streams):
-        os.dup2(fd, stream)
+    targets = [0, 1, 2, *request["descriptors"]]
+    above = max(targets) + 1
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, above) for fd in (*streams, *fds[4:])]
+    for fd in (*streams, *fds[4:]):
         os.close(fd)
+    for fd, target in zip(moved, targets, strict=True):
+        os.dup2(fd, target)
+        os.close(fd)
+    os.sched_setaffinity(0, request["processors"])
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -241,6 +270,7 @@ def _run(program: Callable[[], object]) -> None:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()
+        _end_mpi(code)
         if code is KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
@@ -256,3 +286,13 @@ def _run(program: Callable[[], object]) -> None:
     except KeyboardInterrupt:
         code = KeyboardInterrupt
         raise
+
+
+def _end_mpi(code: object) -> None:
+    """End MPI as mpi4py does after the last exit handler: finalized, or the job aborted by ``-m mpi4py``."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+        return
+    if code and "mpi4py.run" in sys.modules:
+        mpi.COMM_WORLD.Abort(code if isinstance(code, int) else 1)
+    mpi.Finalize()
