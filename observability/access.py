@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 from base64 import urlsafe_b64encode
 from collections.abc import Sequence
+from functools import lru_cache
 
 from dist2.security.job_secrets import JobSecrets
 
@@ -25,6 +26,7 @@ def job_token(secrets: JobSecrets) -> str | None:
     return urlsafe_b64encode(mac).decode().rstrip("=")
 
 
+@lru_cache(maxsize=4096)  # asked before each request to another rank
 def is_loopback(host: str) -> bool:
     """Whether an address is of this host alone."""
     if host == "localhost":

@@ -12,7 +12,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -39,6 +39,37 @@ MAX_HEAD = 64 << 10
 """Bytes of the first line and the headers of a request, which the parser does not limit."""
 
 
+class _Joining:
+    """A transport that sends the head of an answer with the first part of its body.
+
+    In a packet of its own, it wakes the client for nothing.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._head = b""
+
+    def write(self, data: bytes) -> None:
+        if self._head or not data.endswith(b"\r\n\r\n"):
+            data, self._head = self._head + data, b""
+            self._transport.write(data)
+        else:
+            self._head = data
+            self._loop.call_soon(self.flush)
+
+    def flush(self) -> None:
+        if self._head:
+            self._transport.write(self._head)
+            self._head = b""
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class Connection(HttpToolsProtocol):
     """A client's connection, which is closed if no whole request arrives in time.
 
@@ -62,6 +93,7 @@ class Connection(HttpToolsProtocol):
     # A protocol of streams gets transports of streams, which asyncio's base class does not say.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # the type that asyncio passes
         super().connection_made(transport)
+        self.transport = cast(asyncio.Transport, _Joining(transport, self.loop))
         self._await_request()
         waiting = [
             each for each in self.connections if isinstance(each, Connection) and each.since is not None
