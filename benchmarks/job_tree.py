@@ -8,11 +8,10 @@ and asks others as the control plane does. The last rank has not begun the opera
 and was late to each before: every answer is checked for that, and for the answers of all ranks.
 
 A function call takes the place of HTTP, or with ``--http`` each rank has the application of a control plane,
-and each `RANKS_A_SERVER` of them its server: all requests go through the control planes' client, a TCP
-connection on the loopback interface, uvicorn, the check of the token and the endpoint. Client, encoding,
-decoding, passing on and the diagnosis are included. The ranks share one interpreter, for which threads that
-ask at the same time compete, unlike those of the processes of a job: so the requests are also sent one
-after another.
+and each `RANKS_A_SERVER` of them a server and a process: all requests go through the control planes'
+client, a TCP connection on the loopback interface, uvicorn, the check of the token and the endpoint. Client,
+encoding, decoding, passing on and the diagnosis are included, and the CPU time of all processes. Without HTTP
+the requests are also sent one after another: ranks of one interpreter compete for it, unlike those of a job.
 """
 
 from __future__ import annotations
@@ -21,11 +20,13 @@ import argparse
 import gc
 import json
 import logging
+import os
+import signal
 import socket
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -55,7 +56,7 @@ WAITED_S = 10.0
 CALL_NS = 50_000_000
 LATE_NS = 20_000_000
 RANKS_A_SERVER = 64
-"""Fewer than clients that a server accepts, and few enough servers for the descriptors of a process."""
+"""Fewer than clients that a server accepts, and few enough servers for the memory of a small machine."""
 RUNS = 5
 STEP = {"step_s": 0.4, "operations_s": 0.2, "waited_s": 0.1}
 
@@ -172,18 +173,41 @@ class Applications:
         await self.by_rank[rank]({**scope, "path": f"/{path}"}, receive, send)
 
 
-def serve(ranks: list[Rank]) -> list[str]:
-    """Start the control planes of all ranks, until the process ends; return their addresses."""
-    urls = []
-    for low in range(0, len(ranks), RANKS_A_SERVER):
-        listener = socket.create_server(("127.0.0.1", 0), backlog=RANKS_A_SERVER)
-        port, applications = listener.getsockname()[1], Applications()
-        for rank in ranks[low : low + RANKS_A_SERVER]:
-            application = app_of(Metrics(), FlightRecorder(), token=TOKEN, port=port, member=rank)
-            applications.by_rank[str(rank.number)] = application
-            urls.append(f"http://127.0.0.1:{port}/{rank.number}")
-        Serving(applications, listener)
-    return urls
+def serve(ranks: list[Rank], children: ExitStack) -> tuple[list[str], list[int]]:
+    """Start the control planes of all ranks; return their addresses, and the processes beside this one.
+
+    Args:
+        ranks: This process serves the first ones.
+        children: Ends the other processes.
+    """
+    listeners = [
+        socket.create_server(("127.0.0.1", 0), backlog=RANKS_A_SERVER)
+        for _ in range(0, len(ranks), RANKS_A_SERVER)
+    ]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    pids = []
+    for index, listener in enumerate(listeners[1:], start=1):
+        pid = os.fork()
+        if pid == 0:
+            _serve(ranks[index * RANKS_A_SERVER :][:RANKS_A_SERVER], listener, ports[index])
+            while True:
+                signal.pause()
+        children.callback(os.waitpid, pid, 0)
+        children.callback(os.kill, pid, signal.SIGKILL)
+        listener.close()
+        pids.append(pid)
+    _serve(ranks[:RANKS_A_SERVER], listeners[0], ports[0])
+    return [f"http://127.0.0.1:{ports[rank.number // RANKS_A_SERVER]}/{rank.number}" for rank in ranks], pids
+
+
+def _serve(ranks: list[Rank], listener: socket.socket, port: int) -> None:
+    applications = Applications()
+    for rank in ranks:
+        application = app_of(Metrics(), FlightRecorder(), token=TOKEN, port=port, member=rank)
+        applications.by_rank[str(rank.number)] = application
+    gc.collect()
+    gc.freeze()  # a collection in a real rank does not look at the objects of many others
+    Serving(applications, listener)
 
 
 def by_calls(asked: Rank) -> dict[str, Callable[[], bytes]]:
@@ -244,14 +268,19 @@ def check(name: str, answer: bytes, count: int) -> None:
     assert rows == [(rank, "waited for" if rank == late else "waiting", len(GROUPS)) for rank in range(count)]
 
 
-def measure(asks: Mapping[str, Callable[[], bytes]], count: int, how: str) -> None:
+def cpu_s(pids: Iterable[int]) -> float:
+    """Return the CPU time of this process and of others: clock_getcpuclockid(3)."""
+    return time.process_time() + sum(time.clock_gettime(~pid << 3 | 2) for pid in pids)
+
+
+def measure(asks: Mapping[str, Callable[[], bytes]], count: int, how: str, pids: list[int]) -> None:
     """Print the CPU time of each question: the median of some runs, the least and the most."""
     for name, ask in asks.items():
         times = []
         for _ in range(1 + RUNS):
-            began = time.process_time()
+            began = cpu_s(pids)
             answer = ask()
-            times.append(time.process_time() - began)
+            times.append(cpu_s(pids) - began)
             check(name, answer, count)
         spent, size = sorted(times[1:]), len(answer) / 2**20
         print(
@@ -275,19 +304,25 @@ def main() -> None:
     ranks: list[Rank] = []
     asker = Asker() if given.http else Calls(ranks)
     ranks += [Rank(number, ranks, asker) for number in range(given.ranks)]
-    urls = serve(ranks) if given.http else [f"http://{each}.example" for each in range(given.ranks)]
-    process = Process.here()
-    ranks[0].directory.entries.update({each: Entry(each, url, process) for each, url in enumerate(urls)})
-    asks = by_http(urls[0]) if given.http else by_calls(ranks[0])
     gc.collect()
-    gc.freeze()  # a collection in a real rank does not look at the objects of thousands of others
+    gc.freeze()
     print(f"{given.ranks} ranks, {'HTTP' if given.http else 'calls of functions'}")
-    for how, changed in (
-        ("one request after another", mock.patch.object(gathering, "ask_each", in_turn)),
-        ("several at a time, as in a job", nullcontext()),
-    ):
-        with changed:
-            measure(asks, given.ranks, how)
+    ways: list[tuple[str, AbstractContextManager[object]]] = [
+        ("several at a time, as in a job", nullcontext())
+    ]
+    if not given.http:
+        in_turns = mock.patch.object(gathering, "ask_each", in_turn)
+        ways.insert(0, ("one request after another", in_turns))
+    with ExitStack() as children:
+        urls, pids = [f"http://{each}.example" for each in range(given.ranks)], list[int]()
+        if given.http:
+            urls, pids = serve(ranks, children)
+        process = Process.here()
+        ranks[0].directory.entries.update({each: Entry(each, url, process) for each, url in enumerate(urls)})
+        asks = by_http(urls[0]) if given.http else by_calls(ranks[0])
+        for how, changed in ways:
+            with changed:
+                measure(asks, given.ranks, how, pids)
 
 
 if __name__ == "__main__":

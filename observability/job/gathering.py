@@ -188,10 +188,21 @@ def _parts(entries: Iterable[Entry], here: Process) -> list[list[Entry]]:
 
 
 def _joined(lists: Sequence[list[Entry]]) -> list[list[Entry]]:
-    """Join neighbours, so that at most `FAN_OUT` lists are left, each of about as many."""
-    count = min(FAN_OUT, len(lists))
+    """Join neighbours, so that at most `FAN_OUT` lists are left, each of about as many.
+
+    Of fewer lists where that takes no more rounds: then fewer ranks ask others.
+    """
+    count = _branches(len(lists))
     bounds = [index * len(lists) // count for index in range(count + 1)] if count else []
     return [[each for one in lists[low:high] for each in one] for low, high in pairwise(bounds)]
+
+
+def _branches(count: int) -> int:
+    """Return the least number of parts of so many ranks with which the tree has no more levels."""
+    levels = 1
+    while FAN_OUT**levels < count:
+        levels += 1
+    return next(each for each in range(FAN_OUT + 1) if each**levels >= count)
 
 
 def _levels(entries: Sequence[Entry]) -> int:
