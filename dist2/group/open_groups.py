@@ -168,16 +168,22 @@ def _forbid_in_child() -> None:
 
 @at_exit(AtExit.GROUPS)
 @holds_no_lock
-def _abort_forgotten() -> None:
-    """At exit: abort groups that were not closed, so that no thread or peer waits for them."""
+def _end_forgotten() -> None:
+    """At exit: leave groups that were not closed, so that no thread or peer waits for them.
+
+    After a failure, of the program or of a group, they are aborted.
+    """
     forgotten = open_groups()
     error = raised()
     if error is not None:
         report(error)
-    reason = error or _left_open(forgotten)
+    failure = error or _failure_of(forgotten)
     warned = [_never_closed(group) for group in forgotten]  # says which are open: not for long
     for group in forgotten:
-        group._abort_for(reason)
+        if failure is not None:
+            group._abort_for(failure)
+        else:
+            group._leave_for(_left_open())
     deadline_ns = deadline_in(_EXIT_S)
     end_workers(deadline_ns)
     for group in forgotten:  # a thread that poisons outputs is inside torch: see `worker`
@@ -186,15 +192,22 @@ def _abort_forgotten() -> None:
         warnings.warn(each, stacklevel=1)
 
 
-def _left_open(groups: Iterable[ProcessGroup]) -> ResourceWarning:
-    """Return the reason that other ranks of these groups receive: a failure of one of them, if any."""
-    where = f"its process ({host_and_pid(socket.gethostname(), os.getpid())})"
+def _failure_of(groups: Iterable[ProcessGroup]) -> ResourceWarning | None:
+    """Return the failure of one of some groups as the reason that ranks of the others receive."""
     for group in groups:
         fault = group._runner.fault
         if fault is not None and not isinstance(fault, GroupAbortedError):
-            return ResourceWarning(f"{where} exited after a failure in another group: {fault}")
+            return ResourceWarning(f"{_where()} exited after a failure in another group: {fault}")
+    return None
+
+
+def _where() -> str:
+    return f"its process ({host_and_pid(socket.gethostname(), os.getpid())})"
+
+
+def _left_open() -> ResourceWarning:
     return ResourceWarning(
-        f"{where} exited without closing the group: if it failed, its own output has the error; if not, call "
+        f"{_where()} exited without closing the group: if it failed, its own output has the error; if not, call "
         "shutdown(), or use the group as a context manager"
     )
 

@@ -490,6 +490,15 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
             self.backend.leaves_for(cause_of(error))
         self.abort()
 
+    @holds_no_lock
+    def _leave_for(self, error: BaseException) -> None:
+        """Close if that waits for nothing, otherwise abort; ranks that need this one learn the reason."""
+        if self.backend.leaves_at_once and self._runner.is_idle():
+            self.backend.leaves_for(cause_of(error))
+            self.shutdown()
+        else:
+            self._abort_for(error)
+
     def _identify(self, info: GroupInfo) -> None:
         if info.name != self.info.name:
             open_groups.rename(self, info.name)

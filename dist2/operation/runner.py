@@ -390,6 +390,11 @@ class OperationRunner:
         waiting = [each for each in issued if not each.started_ns and not each.finished_ns]
         return sorted(waiting, key=lambda operation: operation.created_ns)
 
+    def is_idle(self) -> bool:
+        """Whether the group works, and nothing is under way."""
+        done = all(work._pending is None or work._pending.done() for work in list(self._in_flight))
+        return done and self.fault is None and self.queue.empty
+
     def drain(self) -> bool:
         """Wait until everything issued is complete; False if that took longer than the group's timeout."""
         deadline_ns = deadline_in(self.timeout_s)

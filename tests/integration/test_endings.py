@@ -407,9 +407,41 @@ def test_why_a_rank_left_the_others_is_told(tmp_path: Path, transport: str, how:
     ended = run([*warm_python(), "-c", LEFT_ALONE, tmp_path / "store", transport, how])
     assert ended.code == 0, ended
     assert ended.output.startswith("(1,) all_reduce(float32[3], op=sum)"), ended
-    assert "rank 1 aborted the group (" + why in ended.output, ended
+    left = "left" if how == "forgotten" else "aborted"
+    assert f"rank 1 {left} the group ({why}" in ended.output, ended
     told = "exited without closing the group: if it failed, its own output has the error" in ended.output
     assert told == (how == "forgotten"), ended
+
+
+DONE_EARLY = """
+import os, sys, time
+import torch, dist2
+
+path, backend, *options = sys.argv[1:]
+done = os.fork()
+rank = 1 if not done else 0 if os.fork() else 2
+options = dict(each.split("=") for each in options)
+pg = dist2.new_group(backend, 60, store=dist2.FileStore(path, 3), rank=rank, world_size=3, **options)
+pg.barrier()
+if rank == 0:
+    os.waitpid(done, 0)
+    time.sleep(2 * 0.25)  # longer than operations go on after a member has aborted the group
+    pg.send(torch.ones(2), 2)
+    os.wait()
+elif rank == 2:
+    pg.recv(torch.zeros(2), 0)
+    print("received")
+"""
+
+
+@pytest.mark.parametrize(
+    "options", [("socket", "transport=shm"), ("socket", "transport=tcp"), ("gloo",)], ids=" ".join
+)
+def test_a_rank_that_is_done_may_end_without_closing_the_group(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    ended = run([*warm_python(), "-c", DONE_EARLY, tmp_path / "store", *options])
+    assert (ended.code, ended.output) == (0, "received\n"), ended
 
 
 IN_A_MESH = """

@@ -392,7 +392,7 @@ def test_a_group_that_is_closed_between_operations_is_closed_here(name: str) -> 
 
 @pytest.mark.parametrize(
     "function",
-    [GlooBackend.abort, open_groups._abort_forgotten],
+    [GlooBackend.abort, open_groups._end_forgotten],
     ids=lambda each: each.__name__,
 )
 def test_other_ways_to_close_a_group_hold_no_lock(function: Callable[..., object]) -> None:

@@ -57,6 +57,8 @@ class GlooCore(Backend):
         await_end: Waits until a call has ended or a time has come; whether it has ended.
     """
 
+    leaves_at_once = True
+
     def __init__(self, spec: GroupSpec, native: Any) -> None:
         super().__init__(spec)
         self.calls = Calls()

@@ -55,6 +55,7 @@ class Library(Protocol):
 
     spec: GroupSpec
     device_types: tuple[str, ...]
+    leaves_at_once: bool
     await_end: Callable[[Future[None], int], bool]
 
     def plan(self, signature: Signature) -> Execute:
@@ -128,7 +129,7 @@ class AgreedBackend(Controlled):
 
     def __init__(self, spec: GroupSpec, control: SocketBackend, library: Library, make: Make) -> None:
         super().__init__(spec, control)
-        self.device_types = library.device_types
+        self.device_types, self.leaves_at_once = library.device_types, library.leaves_at_once
         self.library = library
         self._make = make
         self._closed = False

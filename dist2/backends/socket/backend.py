@@ -117,7 +117,7 @@ class SocketBackend(Backend):
     """
 
     staged_types = ("cuda",)
-    frees_tensors = True
+    frees_tensors = leaves_at_once = True
 
     def __init__(
         self,
@@ -341,6 +341,8 @@ class SocketBackend(Backend):
     def leaves_for(self, error: BaseException) -> None:
         """Keep it for the members that this rank leaves waiting."""
         self.endpoint.broken_by(error)
+        if self.board is not None:
+            self.board.roster.time_out((), 0)  # members that miss this rank wait a moment for the reason
 
     def look(self) -> None:
         """Read the links: no thread waits on the links of a broken group any more."""

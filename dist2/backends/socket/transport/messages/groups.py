@@ -90,8 +90,8 @@ class Groups:
         self._departures.deserted.pop(mailbox, None)
         frame = _report(mailbox)
         # After an abort the others may wait for this member, which may never come to wait itself. What it has
-        # given up, a late member learns from its report alone.
-        at_once = mailbox.aborted is not None or mailbox.gave_up is not None
+        # given up, and why it left, a late member learns from its report alone.
+        at_once = mailbox.aborted is not None or mailbox.gave_up is not None or bool(mailbox.reason)
         for rank, fabric_id in enumerate(mailbox.fabric_ids):
             if self._linkage.outgoing.get(fabric_id) is not None or at_once:
                 self._courier.tell(mailbox, rank, frame)
