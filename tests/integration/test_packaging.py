@@ -53,7 +53,8 @@ def build(
         folder: An empty one.
         what: The archive to build.
         compiler: A command of the shell.
-        generated: The folder of an earlier build, whose C files, which take Cython 10 s, are used again.
+        generated: The folder in which an earlier build left its C files. Cython, which takes 10 s, keeps
+            those that are newer than their sources.
     """
     cc = folder / "cc"
     cc.write_text(f"#!/bin/sh\nexec {compiler}\n")
@@ -65,8 +66,8 @@ def build(
         shutil.copytree(ROOT / package, source / package, ignore=unwanted)
     for file in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source)
-    if generated is not None:
-        shutil.copytree(generated / "source" / "build" / "cython", source / "build" / "cython")
+    if generated is not None and generated.exists():
+        shutil.copytree(generated, source / "build" / "cython")
     return run(
         [sys.executable, "-m", "build", what, "--no-isolation", "--outdir", folder / "dist", source],
         timeout_s=BUILD_S,
@@ -76,9 +77,12 @@ def build(
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel, with nothing there before; return the folder of that."""
+    """Build the wheel, with only the C files of the build in place there; return the folder of that.
+
+    Of a fresh clone, that is the build by which `make test` has installed dist2.
+    """
     folder = tmp_path_factory.mktemp("wheel")
-    made = build(folder)
+    made = build(folder, generated=ROOT / "build" / "cython")
     assert made.code == 0, made
     return folder
 
@@ -138,7 +142,7 @@ def test_the_extensions_are_in_it(wheel: Path) -> None:
 
 
 def test_the_sources_of_the_extensions_are_in_the_source_archive(built: Path, tmp_path: Path) -> None:
-    made = build(tmp_path, "--sdist", generated=built)
+    made = build(tmp_path, "--sdist", generated=built / "source" / "build" / "cython")
     assert made.code == 0, made
     (archive,) = (tmp_path / "dist").glob("*.tar.gz")
     with tarfile.open(archive) as opened:
@@ -158,7 +162,7 @@ def test_the_release_builds_wheels_for_the_versions_that_it_names() -> None:
 
 
 def test_without_a_compiler_it_says_what_to_do(built: Path, tmp_path: Path) -> None:
-    made = build(tmp_path, compiler="false", generated=built)
+    made = build(tmp_path, compiler="false", generated=built / "source" / "build" / "cython")
     assert made.code != 0
     for way_out in ("install a C compiler", "pip install ziglang", "pip wheel"):
         assert way_out in made.output + made.errors, made
