@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import resource
@@ -9,11 +10,12 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import attrs
 import hypothesis
 import pytest
-from support import time_limits
+from support import time_limits, warm_interpreter
 
 import dist2
 
@@ -89,6 +91,19 @@ def pytest_configure(config: pytest.Config) -> None:
         pytest.exit(f"build again (python setup.py build_ext --inplace): {', '.join(changed)} changed", 2)
     config.pluginmanager.register(time_limits)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if hasattr(config, "workerinput"):  # of pytest-xdist
+        warm_interpreter.use_server(config.workerinput["warm_interpreter"])
+
+
+@functools.cache
+def server_of_all() -> str:
+    return warm_interpreter.start_server()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Have all workers of pytest-xdist use one warm interpreter."""
+    node.workerinput["warm_interpreter"] = server_of_all()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker, spawn, util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -24,6 +24,7 @@ import dist2
 from dist2 import PrefixStore, ProcessGroup
 from support.ranks import host_platform
 from support.time_limits import Verdict, failure, verdict
+from support.warm_interpreter import warm_executable
 
 CASE_S = 40.0
 ALL_HAVE_ANSWERED = "all have answered"
@@ -42,6 +43,7 @@ context.set_forkserver_preload(
         "pytest",
         "support.processes",
         "torch._dynamo",  # optimizers do, and it takes as long as all the rest
+        "support.ready_to_fork",
     ]
 )
 
@@ -69,10 +71,20 @@ def start(body: Callable[..., object], *arguments: Any) -> ForkServerProcess:
 
 @functools.cache
 def _start_server() -> None:
-    """Start the server of forks where it finds the modules of tests: it does not get `sys.path`."""
+    """Start the server of forks where it finds the modules of tests: it does not get `sys.path`.
+
+    It is a fork of the warm interpreter, unless this process has options of Python's that it is to have too.
+    """
+    resource_tracker.ensure_running()
+    executable = spawn.get_executable()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        forkserver.ensure_running()
+        try:
+            if not util._args_from_interpreter_flags():  # type: ignore[attr-defined]
+                spawn.set_executable(warm_executable(for_children=False))
+            forkserver.ensure_running()
+        finally:
+            spawn.set_executable(executable)
 
 
 @contextmanager

@@ -33,12 +33,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
 import attrs
+
+from support.huge_pages import prepare_for_forks
 
 IMPORTED = (
     "torch.distributed.run",
@@ -54,6 +57,7 @@ IMPORTED = (
     "rich.console",
 )
 MOST_DESCRIPTORS = 64
+START_S = 50.0
 CLIENT = Path(__file__).with_name("warm_client.py")
 ROOT = Path(__file__).parent.parent.parent
 
@@ -62,32 +66,50 @@ ROOT = Path(__file__).parent.parent.parent
 def warm_python(library_path: str | None = None) -> list[str | Path]:
     """Return the replacement of ``python`` in a command: ``(*warm_python(), script, *arguments)``.
 
-    The server is started once in each process of pytest, and ends with it.
+    The workers of pytest-xdist use the server of the process that started them; other processes start one.
 
     Args:
         library_path: The program's ``LD_LIBRARY_PATH``, if it is not this process's. The dynamic linker
             reads it when a process starts, so there is a server for each.
     """
-    linked = {} if library_path is None else {"LD_LIBRARY_PATH": library_path}
+    path = _shared[0] if _shared and library_path is None else start_server(library_path)
+    deadline = time.monotonic() + START_S
+    while not Path(path).exists():
+        assert time.monotonic() < deadline, "the warm interpreter did not start"
+        time.sleep(0.01)
+    return [sys.executable, "-I", "-S", CLIENT, path]
+
+
+_shared: list[str] = []
+"""The socket of the server that this process shares with others, if any."""
+
+
+def use_server(path: str) -> None:
+    """Use a server that another process has started and ends."""
+    _shared[:] = [path]
+
+
+def start_server(library_path: str | None = None) -> str:
+    """Start a server, which ends with this process; return its socket, which exists once it is ready."""
     folder = tempfile.mkdtemp(prefix="dist2-warm-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path = f"{folder}/socket"
     code = f"from support.warm_interpreter import serve; run = serve({path!r}); run()"
+    linked = {} if library_path is None else {"LD_LIBRARY_PATH": library_path}
     server = subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1", **linked},
         stdin=subprocess.PIPE,  # it ends when this closes
-        stdout=subprocess.PIPE,
+        stdout=subprocess.PIPE,  # `sys.stdout` of the forks then does not seek
         start_new_session=True,
     )
     assert server.stdin is not None
     assert server.stdout is not None
+    server.stdout.close()
     atexit.register(server.wait)
     atexit.register(server.stdin.close)
-    with server.stdout:
-        assert server.stdout.readline() == b"ready\n"
-    return [sys.executable, "-I", "-S", CLIENT, path]
+    return path
 
 
 CHILDREN = "--children"
@@ -95,20 +117,31 @@ CHILDREN = "--children"
 
 
 @functools.cache
-def warm_executable() -> str:
+def warm_executable(for_children: bool = True) -> str:
     """Return a program that stands for ``python`` in `sys.executable`: with scripts, ``-m`` and ``-c``.
 
     ``[*warm_python(), CHILDREN, program]`` runs a program that finds it there. Its children find it as well.
+
+    Args:
+        for_children: Whether they do; if not, they find the real one.
     """
     python = [str(part) for part in warm_python()]
-    executable = Path(python[-1]).with_name("python")
-    executable.write_text(f'#!/bin/sh\nexec {shlex.join(python)} {CHILDREN} "$@"\n')
-    executable.chmod(0o700)
+    folder = Path(python[-1]).parent
+    if not for_children:
+        return _wrapper(folder / "python-alone", *python)
+    executable = _wrapper(folder / "python", *python, CHILDREN)
     for script in Path(sys.executable).parent.glob("torch*"):
-        wrapper = executable.with_name(script.name)
-        wrapper.write_text(f'#!/bin/sh\nexec {shlex.join([str(executable), str(script)])} "$@"\n')
-        wrapper.chmod(0o700)
-    return str(executable)
+        _wrapper(folder / script.name, executable, str(script))
+    return executable
+
+
+def _wrapper(path: Path, *command: str) -> str:
+    """Write a program that stands for a command; other processes may write it at the same time."""
+    unfinished = path.with_name(f"{path.name}-{os.getpid()}")
+    unfinished.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+    unfinished.chmod(0o700)
+    unfinished.rename(path)
+    return str(path)
 
 
 # The server
@@ -127,15 +160,14 @@ def serve(path: str) -> Callable[[], object]:
     gc.disable()  # a fourth of the time of imports
     for name in IMPORTED:
         importlib.import_module(name)
-    gc.freeze()  # the collector then skips imported objects, and does not write to their pages in each fork
+    # Not in each fork, which would copy the pages of all names.
+    own_modules = [name for name in sys.modules if name.partition(".")[0] == "support"]
+    prepare_for_forks()
     gc.enable()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(path)
+    listener.bind(f"{path}-unfinished")
     listener.listen(64)
-    os.write(1, b"ready\n")
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 1)
-    os.close(null)
+    Path(f"{path}-unfinished").rename(path)
     with selectors.DefaultSelector() as selector:
         selector.register(0, selectors.EVENT_READ)
         selector.register(listener, selectors.EVENT_READ)
@@ -169,7 +201,7 @@ def serve(path: str) -> Callable[[], object]:
             elif other.fd != 0:
                 os.close(other.fd)
     connection.close()
-    return _adopt(path, fds)
+    return _adopt(path, fds, own_modules)
 
 
 def _obey(selector: selectors.BaseSelector, running: _Running) -> None:
@@ -203,12 +235,13 @@ def _kill_all(selector: selectors.BaseSelector) -> None:
 # The forks
 
 
-def _adopt(path: str, fds: list[int]) -> Callable[[], object]:
+def _adopt(path: str, fds: list[int], own_modules: list[str]) -> Callable[[], object]:
     """Take over the client's process state; return a callable that runs its program.
 
     Args:
         path: The server's socket; `warm_executable` is beside it.
         fds: The client's standard streams, its request and its other descriptors.
+        own_modules: Modules of the tests, which the program is not to find.
     """
     os.setsid()
     *streams, text = fds[:4]
@@ -230,7 +263,7 @@ def _adopt(path: str, fds: list[int]) -> Callable[[], object]:
     tempfile.tempdir = None  # to be looked up in this environment
     sys.path.remove(str(ROOT / "tests"))
     sys.path[0:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    for name in [each for each in sys.modules if each.partition(".")[0] == "support"]:
+    for name in own_modules:
         del sys.modules[name]
     kind, *arguments = request["arguments"]
     if kind == CHILDREN:
