@@ -2,8 +2,8 @@
 
     python -I -S warm_client.py SOCKET (-c CODE | -m MODULE | SCRIPT) ARGUMENT...
 
-The program gets this process's descriptors (MPI's launchers pass some), environment, folder, processors and
-signals; this process ends as the program does. If this process is killed, so is the program.
+The program gets this process's descriptors, environment, folder, processors and signals; this process ends as
+the program does. If this process is killed, so is the program.
 """
 
 import json

@@ -11,7 +11,8 @@ A program that starts others by `sys.executable`, as launchers do, can have them
 `warm_executable`.
 
 Not for tests of the time of imports, of options of the interpreter, or of objects that outlive exit handlers,
-nor for programs with their own terminal or namespace.
+nor for programs with their own terminal or namespace, nor for ranks that MPI's launchers start: mpi4py
+finalizes MPI after the last exit handler, and MPICH's launcher kills the others if a rank ends before.
 """
 
 from __future__ import annotations
@@ -63,16 +64,12 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 @functools.cache
-def warm_python(library_path: str | None = None) -> list[str | Path]:
+def warm_python() -> list[str | Path]:
     """Return the replacement of ``python`` in a command: ``(*warm_python(), script, *arguments)``.
 
     The workers of pytest-xdist use the server of the process that started them; other processes start one.
-
-    Args:
-        library_path: The program's ``LD_LIBRARY_PATH``, if it is not this process's. The dynamic linker
-            reads it when a process starts, so there is a server for each.
     """
-    path = _shared[0] if _shared and library_path is None else start_server(library_path)
+    path = _shared[0] if _shared else start_server()
     deadline = time.monotonic() + START_S
     while not Path(path).exists():
         assert time.monotonic() < deadline, "the warm interpreter did not start"
@@ -89,17 +86,16 @@ def use_server(path: str) -> None:
     _shared[:] = [path]
 
 
-def start_server(library_path: str | None = None) -> str:
+def start_server() -> str:
     """Start a server, which ends with this process; return its socket, which exists once it is ready."""
     folder = tempfile.mkdtemp(prefix="dist2-warm-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path = f"{folder}/socket"
     code = f"from support.warm_interpreter import serve; run = serve({path!r}); run()"
-    linked = {} if library_path is None else {"LD_LIBRARY_PATH": library_path}
     server = subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1", **linked},
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,  # it ends when this closes
         stdout=subprocess.PIPE,  # `sys.stdout` of the forks then does not seek
         start_new_session=True,
@@ -303,7 +299,6 @@ def _run(program: Callable[[], object]) -> None:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()
-        _end_mpi(code)
         if code is KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
@@ -319,13 +314,3 @@ def _run(program: Callable[[], object]) -> None:
     except KeyboardInterrupt:
         code = KeyboardInterrupt
         raise
-
-
-def _end_mpi(code: object) -> None:
-    """End MPI as mpi4py does after the last exit handler: finalized, or the job aborted by ``-m mpi4py``."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
-        return
-    if code and "mpi4py.run" in sys.modules:
-        mpi.COMM_WORLD.Abort(code if isinstance(code, int) else 1)
-    mpi.Finalize()

@@ -14,7 +14,6 @@ from unittest.mock import MagicMock
 
 import pytest
 from support.programs import ROOT, Ended, run
-from support.warm_interpreter import warm_python
 
 from dist2.backends.mpi.communicator import _created
 from dist2.cli.bench.peers import MPICH, OPEN_MPI, Launcher, Peer, launcher
@@ -30,11 +29,6 @@ def installed(library: Peer) -> Launcher:
     return found
 
 
-def python_of(found: Launcher) -> list[str | Path]:
-    """Return the interpreter that finds the library of a launcher."""
-    return warm_python(found.environment.get("LD_LIBRARY_PATH"))
-
-
 def run_job(library: Peer, ranks: int, *program: str | Path, options: tuple[str, ...] = ()) -> Ended:
     """Run a program on ranks; the first that fails ends the others.
 
@@ -45,22 +39,14 @@ def run_job(library: Peer, ranks: int, *program: str | Path, options: tuple[str,
         options: Of the launcher.
     """
     found = installed(library)
-    command = [*found.command, *options, "-n", str(ranks), *python_of(found), "-m", "mpi4py", *program]
+    command = [*found.command, *options, "-n", str(ranks), sys.executable, "-m", "mpi4py", *program]
     variables = {**found.environment, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     return run(command, timeout_s=55, variables=variables)
 
 
-def run_alone(text: str, python: list[str | Path] | None = None, **variables: str) -> Ended:
-    """Run a program that no launcher starts: it is an MPI job of one process.
-
-    Args:
-        text: The program.
-        python: The interpreter.
-        **variables: Of its environment.
-    """
-    found = installed(MPICH)
-    command = [*(python or python_of(found)), "-c", text]
-    return run(command, variables={**found.environment, **variables})
+def run_alone(text: str, **variables: str) -> Ended:
+    """Run a program that no launcher starts: it is an MPI job of one process."""
+    return run([sys.executable, "-c", text], variables={**installed(MPICH).environment, **variables})
 
 
 @LIBRARIES
@@ -84,19 +70,7 @@ def test_survivors_go_on_where_mpi_lets_them() -> None:
     assert ended.output.count("2 survivors, total 2.0\n") == 2, str(ended)
 
 
-# Of a plugin that is not used: the warm interpreter has imported it, which pytest warns of.
-QUIET = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
-CONFORMANCE = (
-    "-m",
-    "pytest",
-    "-q",
-    "-p",
-    "no:cacheprovider",
-    "-p",
-    "no:xdist",
-    *QUIET,
-    HERE / "conformance.py",
-)
+CONFORMANCE = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", HERE / "conformance.py")
 
 
 @pytest.mark.slow
@@ -119,8 +93,7 @@ def test_one_process_is_a_job() -> None:
         "import dist2, torch\n"
         "with dist2.new_group('mpi', 20) as pg:\n"
         "    pg.all_reduce(total := torch.ones(2))\n"
-        "    print(pg.size(), total.tolist())\n",
-        [sys.executable],  # with the end of the interpreter, after which mpi4py finalizes MPI
+        "    print(pg.size(), total.tolist())\n"
     )
     assert ended.output == "1 [1.0, 1.0]\n", ended
 
