@@ -40,12 +40,18 @@ _SEGMENTS = 2
 
 
 def barrier(rank: int, layout: tuple[int, ...]) -> Schedule:
-    """Fence inside the host; one rank a host disseminates (with few hosts: signals all); fence again."""
+    """Fence inside the host; one rank a host disseminates (with few hosts: signals all); fence again.
+
+    In round k it signals the one at distance ``2**k``, and so has a signal from each, directly or not.
+
+    Source: D. Hensgen, R. Finkel, U. Manber, "Two algorithms for barrier synchronization", Int. J. Parallel
+    Program. 17 (1988).
+    """
     hosts = host_map(layout)
     host, beside = hosts.of[rank], hosts.beside(rank)
     together: list[Step] = [Fence()] if len(beside) > 1 else []
     steps = list(together)
-    if rank == beside[0]:
+    if rank == beside[0] and hosts.count > 1:
         nothing, distance = scratch(0, 0), 1
         if hosts.count <= FEW_HOSTS:
             peers = [hosts.members[each][0] for each in hosts.others(host)]

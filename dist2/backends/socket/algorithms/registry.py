@@ -10,7 +10,6 @@ from dist2.backends.socket.algorithms import (
     binomial,
     bruck,
     direct,
-    dissemination,
     doubling,
     flat_moving,
     flat_reducing,
@@ -143,6 +142,10 @@ def _hosts_barrier(rank: int, request: Request) -> Schedule:
     return hosts_moving.barrier(rank, request.layout)
 
 
+def _apart_barrier(rank: int, request: Request) -> Schedule:
+    return hosts_moving.barrier(rank, tuple(range(request.world_size)))
+
+
 def _nothing(make: Callable[[int, int], Schedule]) -> _Build:
     return lambda rank, request: make(rank, request.world_size)
 
@@ -212,7 +215,7 @@ _REGISTRY = (
     Algorithm("direct", OpKind.ALL_TO_ALL, _pairs(direct.all_to_all)),
     Algorithm("pairwise", OpKind.ALL_TO_ALL, _pairs(direct.all_to_all_in_pairs)),
     Algorithm("flat", OpKind.BARRIER, _nothing(flat_moving.barrier), flat=True),
-    Algorithm("dissemination", OpKind.BARRIER, _nothing(dissemination.barrier)),
+    Algorithm("dissemination", OpKind.BARRIER, _apart_barrier),
     Algorithm("hosts", OpKind.BARRIER, _hosts_barrier, hierarchical=True),
 )
 ALGORITHMS = {(algorithm.family, algorithm.name): algorithm for algorithm in _REGISTRY}
