@@ -207,8 +207,8 @@ def _where() -> str:
 
 def _left_open() -> ResourceWarning:
     return ResourceWarning(
-        f"{_where()} exited without closing the group: if it failed, its own output has the error; if not, call "
-        "shutdown(), or use the group as a context manager"
+        f"{_where()} exited without closing the group: if it failed, its own output has the error; if not, "
+        "call shutdown(), or use the group as a context manager"
     )
 
 

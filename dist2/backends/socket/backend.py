@@ -342,7 +342,7 @@ class SocketBackend(Backend):
         """Keep it for the members that this rank leaves waiting."""
         self.endpoint.broken_by(error)
         if self.board is not None:
-            self.board.roster.time_out((), 0)  # members that miss this rank wait a moment for the reason
+            self.board.roster.reports = True
 
     def look(self) -> None:
         """Read the links: no thread waits on the links of a broken group any more."""

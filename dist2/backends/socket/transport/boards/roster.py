@@ -33,7 +33,7 @@ from dist2.runtime.rank_names import RANKS, RankNames
 _OPEN, _CLOSED, _ABORTED, _REVOKED, _TIMED_OUT, _CLOSED_LATE = 0, 1, 2, 3, 4, 5
 _INSIDE = (_OPEN, _TIMED_OUT)
 _LEFT = (_CLOSED, _CLOSED_LATE)
-"""Closed in good order, or after it had given up an operation: then it reports which."""
+"""Closed in good order, or with a report: of an operation that it had given up, or of a reason."""
 _REPORTED = (_ABORTED, _CLOSED_LATE)
 _STATE_BITS = 8
 # Above them: the revoking rank; or the missing rank plus 1, and above it the operation's number.
@@ -66,6 +66,7 @@ class Roster:
         peers: The ones among them that were met: see `meeting`.
         messages: The group's messages, by which a member may have said why it left.
         names: Names the members in texts.
+        reports: Members that miss this one when it has left should wait a moment for the reason.
 
     Args:
         members: As above.
@@ -91,6 +92,7 @@ class Roster:
         self._peers: list[tuple[memoryview, Member]] = []
         self.peers: Peers = self._peers
         self.messages: FabricEndpoint | None = None
+        self.reports = False
         self._own = own
         self._arrivals = arrivals
         self._doorbell = doorbell
@@ -249,7 +251,7 @@ class Roster:
         """Have members that still wait for this one learn that it left."""
         state = self._own[STATE] & _STATE_MASK
         if state in _INSIDE:
-            self._own[STATE] = _CLOSED_LATE if state == _TIMED_OUT else _CLOSED
+            self._own[STATE] = _CLOSED_LATE if self.reports or state == _TIMED_OUT else _CLOSED
         self._fault = self._fault or GroupAbortedError("the group was closed")
         self._arrivals.stopped = True
         self._wake_others()
