@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dist2.waiting")
 
-WAITING_S = 5.0
-"""How long an operation may take before it counts as waiting by default."""
+AFTER_S = 1.0
+"""An operation that takes longer waits, in answers about a job; logs and `/healthz` take `DIST2_WAITING`."""
 
 REFRESH_S = 2.0
 """How long a request waits for the store."""
@@ -316,7 +316,7 @@ class Member:
         began = time.monotonic()
         answers = self.everyone(limit_s, traffic=True)
         took_s = time.monotonic() - began
-        after_s = WAITING_S if self.watch is None else self.watch.after_s
+        after_s = AFTER_S if self.watch is None else min(AFTER_S, self.watch.after_s)
         info = self.info()
         with no_collection():
             document = job_document(answers, diagnose(answers, after_s), self.rank, took_s)
@@ -346,7 +346,9 @@ class Member:
 
     # Operations that wait
 
-    def diagnosis(self, after_s: float = 1.0, limit_s: float = RANK_S, history: int = HISTORY) -> Diagnosis:
+    def diagnosis(
+        self, after_s: float = AFTER_S, limit_s: float = RANK_S, history: int = HISTORY
+    ) -> Diagnosis:
         """Return which operations wait for which ranks.
 
         Args:

@@ -15,11 +15,9 @@ from starlette.responses import Response
 
 from observability.job.answer import RANK_S
 from observability.job.gathering import read_request
-from observability.job.member import Member
+from observability.job.member import AFTER_S, Member
 from observability.server.answers import Endpoint, as_json, body_of, number
 from observability.server.threads import Together, on_thread
-
-AFTER_S = 1.0
 
 T = TypeVar("T")
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.error import HTTPError
 
@@ -33,6 +34,7 @@ from dist2.store import PrefixStore
 from observability.client import Asker
 from observability.flight_recorder import FlightRecorder
 from observability.job.answer import RANK_S, Answer
+from observability.job.diagnosis import diagnose
 from observability.job.directory import Directory, Entry
 from observability.job.lines import encoded
 from observability.job.member import Member, Notice
@@ -315,6 +317,24 @@ def test_a_neighbour_looks_at_a_silent_process(monkeypatch: pytest.MonkeyPatch) 
     assert silent["state"] == "silent"
     assert f"process {gone.pid} has ended" in silent["silence"]
     assert silent["host"] == of_gone.host
+
+
+@pytest.mark.parametrize(("limit_s", "asked_s"), [(None, 1.0), (5.0, 1.0), (0.2, 0.2)])
+def test_job_says_that_an_operation_waits_as_soon_as_why_does(
+    limit_s: float | None, asked_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[float] = []
+
+    def diagnosed(answers: Any, after_s: float) -> Any:
+        used.append(after_s)
+        return diagnose(answers, after_s)
+
+    monkeypatch.setattr("observability.job.member.diagnose", diagnosed)
+    member: Any = Member(Metrics(), FlightRecorder())
+    if limit_s is not None:
+        member.watch = SimpleNamespace(after_s=limit_s)
+    member.job()
+    assert used == [asked_s]
 
 
 def test_a_group_that_nobody_waits_in_any_more_is_told_as_broken() -> None:

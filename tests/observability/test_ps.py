@@ -22,20 +22,20 @@ QUIET: dict[str, Any] = {"culprits": [], "waiting": [], "ranks": [OK, OK]}
 
 
 @pytest.mark.parametrize(
-    ("job", "desync", "state"),
+    ("job", "state"),
     [
-        (QUIET, QUIET, "ok"),
-        (QUIET, {"culprits": [2], "waiting": [{"age_s": 1.2}, {"age_s": 3.4}]}, "waits for rank 2 for 3 s"),
-        ({**QUIET, "culprits": [1, 2], "waiting": [{"age_s": 61.0}]}, None, "waits for rank 1, 2 for 61 s"),
-        ({**QUIET, "culprits": [1]}, None, "in trouble: rank 1"),
-        ({**QUIET, "ranks": [OK, {"state": "silent"}, {"state": "broken"}]}, None, "broken"),
-        ({**QUIET, "headline": "The job has ended: all is well"}, None, "The job has ended: all is well"),
+        (QUIET, "ok"),
+        ({**QUIET, "culprits": [2], "waiting": [{"age_s": 1.2}, {"age_s": 3.4}]}, "waits for rank 2 for 3 s"),
+        ({**QUIET, "culprits": [1, 2], "waiting": [{"age_s": 61.0}]}, "waits for rank 1, 2 for 61 s"),
+        ({**QUIET, "culprits": [1]}, "in trouble: rank 1"),
+        ({**QUIET, "ranks": [OK, {"state": "silent"}, {"state": "broken"}]}, "broken"),
+        ({**QUIET, "headline": "The job has ended: all is well"}, "The job has ended: all is well"),
     ],
 )
-def test_a_job_is_told_to_wait_as_soon_as_why_says_so(
-    job: dict[str, Any], desync: dict[str, Any] | None, state: str, monkeypatch: pytest.MonkeyPatch
+def test_the_state_of_a_job_in_a_few_words(
+    job: dict[str, Any], state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = {"/job": job, "/desync": desync}
+    answers = {"/job": job}
     monkeypatch.setattr(ControlPlane, "get_json", lambda self, path, timeout_s: answers[path])
     (listed,) = jobs([PLANE])
     assert listed.state == state
