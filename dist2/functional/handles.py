@@ -94,7 +94,8 @@ _constant_name: Callable[[AnyReduceOp], str] = torch.compiler.assume_constant_re
 def reduction_name(op: AnyReduceOp) -> str:
     """Return the text that stands for a reduction."""
     # Before torch 2.12, Dynamo reads a member of an enumeration in C++, but does not take it for a constant.
-    return op.name.lower() if isinstance(op, type(ReduceOp.SUM)) else _constant_name(op)
+    word = op.name.lower() if isinstance(op, type(ReduceOp.SUM)) else ""
+    return word if word in _BY_WORD else _constant_name(op)
 
 
 @lru_cache(maxsize=1024)

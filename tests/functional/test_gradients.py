@@ -177,6 +177,7 @@ def test_torch_func() -> None:
         (lambda f, x, pg: f.reduce_scatter(x, pg, sizes=[7, -1]), "sizes must not be negative"),
         (lambda f, x, pg: f.scatter(x.sum(), pg), "x has no dimensions"),
         (lambda f, x, pg: f.all_to_all(x, pg, [3, 3]), "pass both, or neither"),
+        (lambda f, x, pg: f.all_reduce(x, pg, ReduceOp.PREMUL_SUM), "or dist2.premul_sum(factor)"),
     ],
 )
 def test_wrong_arguments_are_named(call: Callable[..., Any], words: str) -> None:
