@@ -179,11 +179,12 @@ def _end_forgotten() -> None:
         report(error)
     failure = error or _failure_of(forgotten)
     warned = [_never_closed(group) for group in forgotten]  # says which are open: not for long
+    reason = failure or _left_open()
     for group in forgotten:
-        if failure is not None:
-            group._abort_for(failure)
+        if failure is None:
+            group._leave_for(reason)
         else:
-            group._leave_for(_left_open())
+            group._abort_for(reason)
     deadline_ns = deadline_in(_EXIT_S)
     end_workers(deadline_ns)
     for group in forgotten:  # a thread that poisons outputs is inside torch: see `worker`

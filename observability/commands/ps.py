@@ -136,8 +136,7 @@ def _state(members: list[ControlPlaneFile]) -> str:
             if waits := _waits(job):
                 return waits
             states = {rank["state"] for rank in job["ranks"]}
-            trouble = next((state for state in ("broken", "waiting", "silent") if state in states), "")
-            return trouble or "ok"
+            return next((state for state in ("broken", "waiting", "silent") if state in states), "ok")
         except NoAnswerError:
             continue
     return "no answer"

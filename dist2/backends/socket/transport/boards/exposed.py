@@ -42,6 +42,7 @@ PATIENCE_S = 0.1
 
 HEAR_S = 0.25
 """How long a member looks for the reason after another one has given up."""
+
 _HEADER = struct.Struct(f"<{HEADER_WORDS}Q")
 
 
@@ -93,7 +94,7 @@ class Recall:
         return [member.rank for words, member in self._peers if words[GAVE_UP]]
 
     def check(self, operation: Operation) -> None:
-        """Raise if a member has given up an operation in which it had lent memory.
+        """Raise if a member has given up an operation in which it had exposed memory.
 
         Raises:
             PeerLostError, GroupRevokedError, GroupAbortedError: It died, left, or gave up.
@@ -107,7 +108,7 @@ class Recall:
         raise PeerLostError(f"{names(gone)} gave up this operation ({why})", ranks=gone)
 
     def _hear(self, operation: Operation, rank: int) -> None:
-        """Raise why a member does not lend any more; return if that cannot be found out in a while.
+        """Raise why a member exposes nothing any more; return if that cannot be found out in a while.
 
         That it died, left or aborted is the better answer, as is the death for which it gave up, on this host
         or another.
