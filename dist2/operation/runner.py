@@ -392,7 +392,7 @@ class OperationRunner:
 
     def is_idle(self) -> bool:
         """Whether the group works, and nothing is under way."""
-        done = all(work._pending is None or work._pending.done() for work in list(self._in_flight))
+        done = all(work.is_completed() for work in list(self._in_flight))
         return done and self.fault is None and self.queue.empty
 
     def drain(self) -> bool:
