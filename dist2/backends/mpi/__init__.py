@@ -33,6 +33,7 @@ class MpiBackend(Messages):
     """A group whose tensors MPI moves."""
 
     staged_types = ("cuda",)
+    leaves_at_once = True
     _aborted = False
     _closed = False
 

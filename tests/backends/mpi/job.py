@@ -12,12 +12,14 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from mpi4py import MPI
 
 import dist2
 import dist2.legacy as dist
 from dist2 import ProcessGroup
+from dist2.group import open_groups
 
 
 @contextmanager
@@ -212,6 +214,16 @@ def other_backends_meet_over_mpi() -> None:
         assert (pg.rank(), total.item()) == (MPI.COMM_WORLD.rank, 2)
 
 
+def a_group_that_is_forgotten_is_left_at_exit() -> None:
+    with group() as pg:
+        pg.barrier()
+        if pg.rank() == 0:
+            with pytest.warns(ResourceWarning, match="never closed"):
+                open_groups._end_forgotten()
+        else:
+            assert "rank 0 left the group (its process" in str(raised(dist2.PeerLostError, pg.barrier))
+
+
 TESTS = (
     tells_how_calls_differ,
     tells_how_sizes_differ,
@@ -225,6 +237,7 @@ TESTS = (
     arguments_are_checked,
     the_global_api_and_ddp_run_on_it,
     other_backends_meet_over_mpi,
+    a_group_that_is_forgotten_is_left_at_exit,
 )
 
 if __name__ == "__main__":
