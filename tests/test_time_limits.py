@@ -103,9 +103,18 @@ def test_a_thread_that_was_late_does_not_excuse_another() -> None:
 # Limits under pytest
 
 BODY = """
+import signal
+from contextlib import nullcontext
+
 import pytest
+from support import time_limits
 from support.time_limits import Late
 
+def place(item, alone):
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0, "the wait for other workers is timed"
+    return nullcontext()
+
+time_limits._place = place
 tries = dict.fromkeys(["kept", "not_kept", "wrong", "wrong_then", "untidy"], 0)
 
 @pytest.fixture
@@ -117,6 +126,8 @@ def count(request):
 
 def test(count, request):
     name = request.node.callspec.id
+    assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 60, "a run has not the timeout of a test"
+    signal.setitimer(signal.ITIMER_REAL, 1000)
     if name == "wrong" or (name, count) == ("wrong_then", 2):
         raise ValueError(f"{name}, try {count}")
     if (name, count) != ("kept", 3):
@@ -137,6 +148,7 @@ def test_tests_that_were_late_are_run_again_and_no_others(tmp_path: Path) -> Non
         "support.time_limits",
         "-p",
         "no:cacheprovider",
+        "--timeout=60",
         "--rootdir",
         ".",
     ]

@@ -3,7 +3,8 @@
 Tests of other workers, other processes, or the machine's own host may delay a test by some hundred
 milliseconds. A regression is late in every run. So a test that misses a limit raises `Late` and runs again
 from the beginning, with new fixtures, while the other workers of pytest wait. Any other failure, in any run
-and of any rank, counts at once. The end of the run lists all late tests, also those that passed later.
+and of any rank, counts at once. The end of the run lists all late tests, also those that passed later. Each
+run has the whole timeout of its test, and the wait for other workers has none.
 
 Tests that measure times therefore need no mark `alone`: it is for tests that inspect the whole machine or
 fill it, and for those whose ranks fail in another way than by `Late` where the machine is busy.
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
+from typing import Any
 
 import pytest
 from _pytest.runner import runtestprotocol
@@ -37,6 +39,7 @@ _TOLD_OF_OTHERS = (
     StoreTimeoutError,
 )
 _late = pytest.StashKey[str]()
+_timer = pytest.StashKey[Any]()
 _PROPERTY = "late"
 
 
@@ -101,9 +104,14 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """Run a test beside those of other workers, or alone; again, and alone, where it was late."""
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     late: list[str] = []
+    hooks, timer = item.config.hook, item.stash.get(_timer, None)
     while True:
         item.stash[_late] = ""
+        if timer is not None:
+            hooks.pytest_timeout_cancel_timer(item=item)
         with _place(item, alone=bool(late)):
+            if timer is not None:
+                hooks.pytest_timeout_set_timer(item=item, settings=timer)
             reports = runtestprotocol(item, log=False, nextitem=nextitem)
         if item.stash[_late]:
             late.append(item.stash[_late])
@@ -116,6 +124,13 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Iterator[None]:
+    """Keep the settings of the timer that pytest-timeout sets before a test."""
+    item.stash[_timer] = settings
+    return (yield)
 
 
 def _place(item: pytest.Item, alone: bool) -> AbstractContextManager[None]:
