@@ -49,8 +49,10 @@ def keep_out(package: str) -> None:
 def _functions(namespace: dict[str, Any], module: str) -> Iterator[FunctionType]:
     """Yield the functions that a module defines, at its top and in its classes."""
     for value in list(namespace.values()):
-        if isinstance(value, type) and value.__module__ == module:
-            yield from _functions(dict(vars(value)), module)
+        if isinstance(value, type):
+            if value.__module__ == module:
+                yield from _functions(dict(vars(value)), module)
+            continue  # of some, a metaclass would look for an attribute far and wide
         parts = (value.fget, value.fset) if isinstance(value, property) else (value,)
         for part in parts:
             found: object = inspect.unwrap(getattr(part, "__func__", part))  # type: ignore[arg-type]  # any object
