@@ -24,6 +24,7 @@ Source: trio's "KeyboardInterrupt protection", which looks for marks in the stac
 
 from __future__ import annotations
 
+import _weakrefset
 import enum
 import signal
 import threading
@@ -174,8 +175,9 @@ def defers_ctrl_c(frame: FrameType | None) -> bool:
     answer: bool | None = None
     innermost = frame
     while frame is not None:
-        if frame.f_code.co_name == "__del__" or frame.f_globals is vars(weakref):
-            return True  # Python discards exceptions of a destructor
+        names = frame.f_globals
+        if frame.f_code.co_name == "__del__" or names is vars(weakref) or names is vars(_weakrefset):
+            return True  # Python discards exceptions of a destructor, and of a callback of a weak reference
         mark = ctrl_c_marks.of(frame.f_code) if answer is None else None
         if mark is not None and (mark is not OnCtrlC.DEFER_IN_CALLS or frame is not innermost):
             answer = mark is not OnCtrlC.RAISE

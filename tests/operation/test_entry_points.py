@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import pytest
 import torch
@@ -269,6 +270,27 @@ def test_ctrl_c_waits_in_what_threads_and_groups_share(part: type) -> None:
     codes = [code for method in vars(part).values() for code in codes_of(method) if is_ours(code)]
     assert len(codes) > 3
     assert {ctrl_c_marks.of(code) for code in codes} == {OnCtrlC.DEFER}
+
+
+def test_ctrl_c_waits_where_python_would_discard_it() -> None:
+    """In callbacks of weak references and in destructors: here where methods of such modules call others."""
+    found = []
+
+    class Looks:
+        def __hash__(self) -> int:
+            found.append(defers_ctrl_c(sys._getframe()))
+            return 1
+
+        def __del__(self) -> None:
+            found.append(defers_ctrl_c(sys._getframe()))
+
+    assert not defers_ctrl_c(sys._getframe())
+    looks = Looks()
+    WeakSet[Looks]().add(looks)
+    WeakKeyDictionary[Looks, int]()[looks] = 1
+    looks.__del__()
+    assert len(found) == 3
+    assert all(found)
 
 
 # Code that enters the data plane
