@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -46,7 +46,7 @@ _CAUSE_S = 1.0
 _NOTICE_S = 1.0
 """How long the other ranks may take to notice a failure before they are stopped."""
 _PAGES = "dist2.launcher_pages"
-"""Entry points: functions that serve a page of the job; the argument returns where its ranks meet."""
+"""Entry points: functions that serve a page of a job, of a program and a number of ranks."""
 _CONTROL_PLANE = "DIST2_CONTROL_PLANE"
 _SOCKET_FOLDER_BYTES = 80
 """Longest folder for Unix sockets, whose path has 107 bytes at most; a longer ``TMPDIR`` gets loopback."""
@@ -250,12 +250,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.program == "-":
         parser.error("program '-' is standard input, which only one rank could read: write it to a file")
     command = [sys.executable, *(["-m"] if given.module else []), given.program, *given.arguments]
-    meetings = [""]
-    page = _page(parser, lambda: meetings[-1]) if given.page else None
+    page = _page(parser, Path(given.program).name, given.ranks) if given.page else None
     try:
         for attempt in range(given.max_restarts + 1):
             ranks = Ranks(command, given.ranks, attempt, given.page)
-            meetings.append(ranks.meeting)
+            if page is not None:
+                page.starts(ranks.meeting)
             ended = ranks.wait()
             words = _summary(ended, attempt < given.max_restarts)
             if words:
@@ -301,13 +301,13 @@ def _summary(ended: Ended, again: bool) -> str:
     return f"{cause}{rank_names([ended.rank])} {ended.words}; {then}"
 
 
-def _page(parser: argparse.ArgumentParser, meeting: Callable[[], str]) -> Any:
+def _page(parser: argparse.ArgumentParser, program: str, ranks: int) -> Any:
     """Start the page of the job; it comes from a package above this one."""
     point = next(iter(entry_points(group=_PAGES)), None)
     if point is None:
         parser.error("--page needs the package observability, which comes with dist2: install dist2 again")
     try:
-        return point.load()(meeting)
+        return point.load()(program, ranks)
     except ModuleNotFoundError as error:
         parser.error(f"--page needs {error.name}: pip install 'dist2[control-plane]'")
 

@@ -113,14 +113,18 @@ def _row(path: Path) -> tuple[str, str, str, str]:
 
 def jobs(planes: Iterable[ControlPlaneFile]) -> list[Listed]:
     """Return the jobs of control planes, with their states now."""
+    planes = list(planes)
+    # The ranks of a launcher's page are known by their meeting before the page has learnt their uid.
+    pages = {each.job.meeting: each.url for each in planes if each.job.rank < 0 and each.job.meeting}
     by_job: dict[str, list[ControlPlaneFile]] = {}
     for each in planes:
-        by_job.setdefault(each.job.uid or each.url, []).append(each)
+        key = pages.get(each.job.meeting) or each.job.uid or each.url
+        by_job.setdefault(key, []).append(each)
     found = []
     for members in by_job.values():
         members.sort(key=lambda each: each.job.rank)  # the page of a launcher is first: it outlives the ranks
         first = members[0]
-        job = first.job
+        job = first.job if first.job.uid else members[-1].job
         found.append(Listed(job.name, job.world_size, job.program, _state(members), first.url, first.token))
     return sorted(found, key=lambda each: (each.name, each.url))
 

@@ -17,12 +17,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
+import attrs
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -81,14 +81,14 @@ class JobPage:
     """The page of a launcher's job.
 
     Args:
-        meeting: Returns the address where the ranks meet, as ``MASTER_ADDR`` and ``MASTER_PORT`` have it.
+        program: The program, in a line.
+        world_size: Number of ranks.
 
     Attributes:
         url: The link for a browser. It contains the token: keep it private.
     """
 
-    def __init__(self, meeting: Callable[[], str]) -> None:
-        self._meeting = meeting
+    def __init__(self, program: str, world_size: int) -> None:
         self._asker = Asker()
         self._kept: dict[str, bytes] = {}
         self._job: dict[str, Any] = _STARTING
@@ -103,11 +103,21 @@ class JobPage:
         self._base = f"http://{LOOPBACK}:{port}"
         self.url = f"{self._base}/#token={token}"
         self._token = token
-        self._uid = ""
-        self._file = token_files.write(self._base, token, token_files.Job(rank=-1, world_size=0))
+        self._of = token_files.Job(rank=-1, world_size=world_size, program=program)
+        self._writing = threading.Lock()
+        self._file = token_files.write(self._base, token, self._of)
         self._serving = Serving(self._app(token, port), listener)
         self._thread = threading.Thread(target=self._run, name="dist2-job-page", daemon=True)
         self._thread.start()
+
+    def starts(self, meeting: str) -> None:
+        """Take note that the ranks are about to start, so that the file of the page says which are its own.
+
+        Args:
+            meeting: Where they meet, as ``MASTER_ADDR`` and ``MASTER_PORT`` have it.
+        """
+        with self._writing:
+            self._write(attrs.evolve(self._of, uid="", meeting=meeting))
 
     def ended(self, words: str, code: int, incident: str) -> None:
         """Show that the ranks have ended, with their last state.
@@ -213,21 +223,23 @@ class JobPage:
 
     def _planes(self) -> list[ControlPlaneFile]:
         """Return the control planes to ask: the first that answer, or that which is silent for longest."""
-        meeting = self._meeting()
-        found = [
-            each
-            for each in token_files.control_planes()
-            if each.job.meeting == meeting and each.job.rank >= 0
-        ]
-        found.sort(key=lambda each: each.job.rank)
-        if found and self._uid != found[0].job.uid:
-            job = found[0].job
-            page = token_files.Job(job.uid, job.name, -1, job.world_size, job.program)
-            self._uid, self._file = job.uid, token_files.write(self._base, self._token, page)
+        with self._writing:
+            of = self._of
+            found = [
+                each
+                for each in token_files.control_planes()
+                if each.job.meeting == of.meeting and each.job.rank >= 0
+            ]
+            found.sort(key=lambda each: each.job.rank)
+            if found and of.uid != found[0].job.uid:
+                self._write(attrs.evolve(found[0].job, rank=-1))
         until = time.monotonic() - SILENT_S
         silent = {url: at for url, at in self._silent.copy().items() if at > until}
         well = [each for each in found if each.url not in silent]
         return well[:ASKED] or sorted(found, key=lambda each: silent[each.url])[:1]
+
+    def _write(self, job: token_files.Job) -> None:
+        self._of, self._file = job, token_files.write(self._base, self._token, job)
 
 
 def _without_urls(job: dict[str, Any]) -> dict[str, Any]:
@@ -235,8 +247,8 @@ def _without_urls(job: dict[str, Any]) -> dict[str, Any]:
     return {**job, "ranks": [{**rank, "url": ""} for rank in job["ranks"]]}
 
 
-def serve(meeting: Callable[[], str]) -> JobPage:
+def serve(program: str, world_size: int) -> JobPage:
     """Start the page of a launcher's job, and write its link to standard error."""
-    page = JobPage(meeting)
+    page = JobPage(program, world_size)
     sys.stderr.write(f"dist2: the page of this job is at {page.url}\n")
     return page

@@ -170,7 +170,8 @@ def test_the_page_of_a_launcher_does_not_wait_for_a_rank_that_is_stopped(
     planes = [ControlPlaneFile(f"http://{job.rank}", "t", Process.here(), job) for job in jobs]
     monkeypatch.setattr(token_files, "control_planes", lambda: planes)
     monkeypatch.setattr(job_page, "EVERY_S", 1000.0)
-    page = job_page.JobPage(lambda: "here")
+    page = job_page.JobPage("train.py", 2)
+    page.starts("here")
     try:
         monkeypatch.setattr(page._asker, "ask", ask)
         page._look()

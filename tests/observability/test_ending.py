@@ -230,7 +230,7 @@ def test_the_page_of_a_launcher_tells_how_the_job_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    page = JobPage(lambda: "nowhere")
+    page = JobPage("train.py", 2)
     try:
         base = page.url.partition("/#")[0]
         starting = CliRunner().invoke(cli, ["top", base, "--once", "--interval", "0.2"])
@@ -258,7 +258,7 @@ def test_a_diagnosis_of_the_time_before_is_none_of_a_job_that_has_ended(
             raise OSError("not asked here")
         return json.dumps(answers[path]).encode()
 
-    page = JobPage(lambda: "nowhere")
+    page = JobPage("train.py", 2)
     plane = token_files.ControlPlaneFile("http://rank", "t", ProcessId.here(), token_files.Job())
     monkeypatch.setattr(page, "_planes", lambda: [plane] if answers else [])
     monkeypatch.setattr(page._asker, "ask", ask)
@@ -355,7 +355,7 @@ def test_ranks_add_their_control_planes_to_an_incident_of_another(
     assert [line.split()[1] for line in (made / folders.URLS).read_text().splitlines()] == [
         "http://127.0.0.1:1"
     ]
-    page = JobPage(lambda: "nowhere")
+    page = JobPage("train.py", 2)
     try:
         page.ended("rank 1 failed", 1, str(made))
         assert folders.latest_at(root, page.url.partition("/#")[0], 0.0) == made
@@ -364,7 +364,7 @@ def test_ranks_add_their_control_planes_to_an_incident_of_another(
 
 
 def test_a_page_that_knows_no_answer_says_so_in_words() -> None:
-    page = JobPage(lambda: "nowhere")
+    page = JobPage("train.py", 2)
     try:
         told = CliRunner().invoke(cli, ["why", page.url]).output
     finally:

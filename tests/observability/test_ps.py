@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ from dist2.cli.app import cli
 from dist2.runtime.other_process import Process
 from observability.commands.control_plane import ControlPlane
 from observability.commands.ps import STATE, jobs
-from observability.token_files import ControlPlaneFile, Job
+from observability.server import job_page
+from observability.token_files import ControlPlaneFile, Job, control_planes
 
 URL = "http://127.0.0.1:9"
 PLANE = ControlPlaneFile(URL, "token", Process.here(), Job("uid", "training", 0, 3, "train.py"))
@@ -50,3 +53,24 @@ def test_a_long_state_leaves_the_page_on_the_screen(monkeypatch: pytest.MonkeyPa
     assert line.index(URL) < STATE + 40
     (listed,) = json.loads(CliRunner().invoke(cli, ["ps", "--json"]).output)
     assert listed["state"] == headline
+
+
+def test_the_page_of_a_launcher_is_of_the_job_of_its_ranks_before_it_has_found_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(job_page, "EVERY_S", 1000.0)  # it does not look by itself
+    monkeypatch.setattr(ControlPlane, "get_json", lambda *_: QUIET)
+    page = job_page.JobPage("train.py", 2)
+    try:
+        for uid in ("first", "restarted"):
+            page.starts(uid)
+            (listed,) = jobs(control_planes())
+            assert (listed.ranks, listed.program) == (2, "train.py"), "while the ranks start"
+            ranks = [Job(uid, "training", rank, 2, "train.py", meeting=uid) for rank in range(2)]
+            planes = [ControlPlaneFile(f"{URL}{job.rank}", "t", Process.here(), job) for job in ranks]
+            (listed,) = jobs([*control_planes(), *planes])
+            assert (listed.name, listed.ranks) == ("training", 2)
+            assert page.url.startswith(f"{listed.url}/")
+    finally:
+        page.close()
