@@ -86,6 +86,7 @@ class Waiting:
         age_s: Since the first of them called.
         missing: The ranks that have not entered it, `MAX_MISSING` at most.
         more: How many others have not.
+        differs: Whether the ranks inside called different operations under its number.
     """
 
     key: Key
@@ -97,6 +98,7 @@ class Waiting:
     age_s: float
     missing: tuple[Missing, ...]
     more: int = 0
+    differs: bool = False
 
     @property
     def title(self) -> str:
@@ -108,6 +110,9 @@ class Waiting:
     def sentence(self, age_s: float | None = None) -> str:
         """Say which operation waits for which ranks, and how long."""
         age_s = self.age_s if age_s is None else age_s
+        if not self.missing and self.differs:
+            name = f"operation #{self.key[1]} of group {self.group}"
+            return f"{name}, which differs between its ranks, has not ended for {age_s:.1f} s"
         if not self.missing:
             return f"{self.title} is entered by all ranks and has not ended for {age_s:.1f} s"
         if len(self.missing) == 1:
@@ -171,6 +176,7 @@ class Diagnosis:
                     "ranks": list(each.ranks),
                     "age_s": each.age_s,
                     "more": each.more,
+                    "differs": each.differs,
                     "missing": [attrs.asdict(missing) for missing in each.missing],
                     "sentence": each.sentence(),
                 }
@@ -210,6 +216,7 @@ def waiting_in(document: dict[str, Any]) -> tuple[Waiting, ...]:
                 for one in each["missing"]
             ),
             more=int(each["more"]),
+            differs=bool(each.get("differs", False)),  # likewise
         )
         for each in document["waiting"]
     )
@@ -352,6 +359,7 @@ class _Diagnostician:
             age_s=max(each["age_s"] for _, each in callers),
             missing=tuple(self._describe(each, operation["uid"]) for each in missing[:MAX_MISSING]),
             more=max(0, len(missing) - MAX_MISSING),
+            differs=len({each["fingerprint"] for _, each in callers}) > 1,
         )
 
     def _members(self, rank: int, uid: str) -> list[int]:
@@ -479,9 +487,9 @@ class _Diagnostician:
     # Divergences, chains, cycles
 
     def _stuck_inside(self, waiting: list[Waiting]) -> Iterator[str]:
-        """Say which operations all ranks have entered and none has left."""
+        """Say which operations all ranks have entered and none has left; divergences are told elsewhere."""
         for each in waiting:
-            if not each.missing and not each.key[2]:
+            if not (each.missing or each.key[2] or each.differs):
                 yield each.sentence()
 
     def _divergences(self) -> Iterator[str]:

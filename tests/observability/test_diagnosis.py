@@ -73,6 +73,22 @@ def test_an_operation_that_all_have_entered_is_told() -> None:
     )
 
 
+def test_an_operation_that_differs_between_ranks_is_not_told_as_entered_by_all() -> None:
+    calls = [operation(5), operation(5, fingerprint="other", op="broadcast", call="broadcast")]
+    states = [rank(5, calls[index]) for index in (0, 0, 1)]
+    for each, call in zip(states, (calls[0], calls[0], calls[1]), strict=True):
+        assert each.state is not None
+        each.state["groups"]["w"]["recent"] = [call]
+    found = diagnose(dict(enumerate(states)), AFTER_S)
+    (told,) = found.verdict
+    assert told.startswith("group group-w diverges at operation #5: ranks 0, 1: ")
+    assert found.culprits == (2,)
+    document = found.document()
+    sentence = "operation #5 of group group-w, which differs between its ranks, has not ended for 10.0 s"
+    assert [each["sentence"] for each in document["waiting"]] == [sentence]
+    assert [each.sentence() for each in waiting_in(document)] == [sentence]
+
+
 def test_the_sentence_about_a_culprit_says_which_ranks_are_in_which_operation() -> None:
     half, whole = operation(3, uid="h"), operation(5)
     groups = {
