@@ -105,18 +105,23 @@ class Incident:
         return {
             rank: Answer(state=parts[rank]["state"])
             if rank in parts
-            else Answer(silence=NO_PART, outside=self._with_end(outside.get(rank)))
+            else Answer(silence=NO_PART, outside=self._with_end(rank, outside.get(rank)))
             for rank in ranks
         }
 
-    def _with_end(self, seen: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return what is known of a process, with how it ended, if an error says it."""
+    def _with_end(self, rank: int, seen: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return what is known of a process, with how it ended or that it gave up, if an error says it."""
+        errors = [part["error"]["message"] for part in self.failures.values() if part["error"]]
+        aborted = re.compile(rf"\brank {rank}(?: \([^;]*?\))? aborted the group \((.*)\)", re.DOTALL)
+        reason = next((found[1] for text in errors if (found := aborted.search(text))), "")
+        if reason:  # its process may have been seen before its end
+            known = seen or {"threads": [], "python": [], "stands": "", "unseen": ""}
+            return {**known, "state": "", "words": f"it aborted the group ({reason})", "cause": ""}
         ended = (
             None if seen is None or seen["state"] else re.match(r"process (\d+) has ended$", seen["words"])
         )
         if seen is None or ended is None:
             return seen
-        errors = [part["error"]["message"] for part in self.failures.values() if part["error"]]
         how = end_in(int(ended[1]), errors)
         return {**seen, "words": f"process {ended[1]} {how}"} if how else seen
 

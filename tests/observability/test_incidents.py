@@ -248,6 +248,21 @@ def test_a_failure_is_explained_after_the_end(tmp_path: Path) -> None:
         assert f"dist2 why {archive}" in CliRunner().invoke(cli, ["top", str(archive)]).output
 
 
+@pytest.mark.parametrize("name", ["rank 2", "rank 2 (rank 1 of tp/split(1,2)#0, host a, pid 7)"])
+def test_a_rank_that_aborted_its_group_without_a_part_is_told_with_its_reason(name: str) -> None:
+    """It ended by `sys.exit`, or had no memory for a part; its process may have run on for a moment."""
+    message = f"all_reduce #3 in group 'tp': {name} aborted the group (SystemExit: no (more) shards: left)"
+    error = {"message": message, "blames": [2], "shared": True}
+    part = {"error": error, "state": {}, "world_size": 3}
+    running = {"state": "R", "words": "process 7 is running (state R)", "cause": "", "stands": ""}
+    for seen in ({}, {"outside": {"2": running}}):
+        incident = Incident(Path("no folder"), {}, {1: {**part, **seen}}, {})
+        answers = incident.answers()
+        assert answers[2].why_silent.endswith("; it aborted the group (SystemExit: no (more) shards: left)")
+        assert answers[2].is_gone
+        assert answers[0].outside is None
+
+
 def test_only_the_first_failure_of_a_group_is_written(tmp_path: Path) -> None:
     """Others are consequences: they would displace it once there are too many."""
     recording = Recording(tmp_path)
