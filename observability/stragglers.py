@@ -186,6 +186,7 @@ class _GroupLedger:
     now: _Block = attrs.field(factory=_Block)
     blocks: deque[_Block] = attrs.field(factory=lambda: deque(maxlen=BLOCKS * SCALES[-1]))
     ended: int = 0
+    found: Mapping[int, Straggler] = attrs.field(factory=dict)  # lately
 
     def __attrs_post_init__(self) -> None:
         self.members = frozenset(self.ranks)
@@ -290,6 +291,14 @@ class _GroupLedger:
                     )
         return found
 
+    def is_judged(self, rank: int, whole: _Block) -> bool:
+        """Whether a rank that is no straggler has been seen for long enough to say so.
+
+        A rank that costs much may yet be found on a larger scale.
+        """
+        scale = SCALES[-1] if rank in whole.costly() else SCALES[0]
+        return len(self.blocks) >= scale * BLOCKS
+
     def _is_later(self, rank: int, whole: _Block) -> bool:
         """Whether a rank of two is later than the other; True in larger groups, where the median tells."""
         others = [other for other in self.telling if other != rank]
@@ -353,7 +362,7 @@ class Ledger:
         self._listed.clear()
         for uid, group in self._groups.items():
             group.close(self._errors, telling)
-            stragglers = group.stragglers()
+            stragglers = group.found = group.stragglers()
             self._count(uid, group, stragglers)
             found += stragglers.values()
         return sorted(found, key=lambda each: (-each.share, each.rank))
@@ -375,10 +384,13 @@ class Ledger:
         return sum(block.operations for group in self._groups.values() for block in group.blocks)
 
     def ranking(self) -> list[dict[str, Any]]:
-        """Return how late each rank arrived in each group lately, straggler or not; the latest rank first."""
+        """Return how late each rank arrived in each group lately, straggler or not; the latest rank first.
+
+        A row that is not ``judged`` clears its rank of nothing: there were too few operations.
+        """
         rows = []
         for group in self._groups.values():
-            whole = _merged(list(group.blocks)[-BLOCKS:])
+            whole, stragglers = _merged(list(group.blocks)[-BLOCKS:]), group.found
             if whole.operations:
                 rows += [
                     {
@@ -387,6 +399,7 @@ class Ledger:
                         "late_s": whole.mean_late_ns(rank) / 1e9,
                         "share": whole.share(rank),
                         "operations": whole.operations,
+                        "judged": rank in stragglers or group.is_judged(rank, whole),
                     }
                     for rank in group.ranks
                 ]

@@ -145,12 +145,13 @@ class Frame:
             table.add_column(name, justify=justify, no_wrap=True)
         for each in ranking:
             is_straggler = (each["rank"], each["group"]) in found
+            is_judged = each.get("judged", True)  # earlier versions do not tell
             cells = (
                 str(each["rank"]),
                 _text(each["group"]),
                 f"{each['share']:.1%}",
                 time_text(each["late_s"]),
-                "straggler" if is_straggler else "within the noise",
+                "straggler" if is_straggler else "within the noise" if is_judged else "too early to say",
             )
             table.add_row(*cells[: len(names)], style="yellow" if is_straggler else "none")
         yield Padding(table, (1, 0, 0, 0))

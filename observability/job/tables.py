@@ -100,6 +100,7 @@ TABLES: dict[str, dict[str, str]] = {
         "share": "DOUBLE",
         "operations": "BIGINT",
         "is_straggler": "BOOLEAN",
+        "is_judged": "BOOLEAN",
     },
 }
 """Columns of each table, with their types."""
@@ -212,4 +213,9 @@ def _stragglers(found: Document) -> Iterator[Row]:
     named = {(each["rank"], each["group"]) for each in found["stragglers"]}
     for each in found["ranking"]:
         known = {name: each[name] for name in ("rank", "late_s", "share", "operations")}
-        yield {**known, "group_name": each["group"], "is_straggler": (each["rank"], each["group"]) in named}
+        yield {
+            **known,
+            "group_name": each["group"],
+            "is_straggler": (each["rank"], each["group"]) in named,
+            "is_judged": each.get("judged", True),  # earlier versions do not tell
+        }

@@ -124,6 +124,27 @@ def test_ranks_that_come_late_are_named_within_a_hundred_operations(
         assert [row["rank"] for row in job.ledger.ranking()][: len(late)] == [each.rank for each in found]
 
 
+def judged(job: Job) -> list[bool]:
+    """Return which ranks are judged, in their order."""
+    return [row["judged"] for row in sorted(job.ledger.ranking(), key=lambda row: row["rank"])]
+
+
+def test_a_late_rank_is_not_cleared_before_it_can_be_named() -> None:
+    job = Job(4, lambda rank, seq: 0.0)
+    assert job.run(60, {2: LATE_S}) == []
+    assert job.ledger.ranking()[0]["share"] > 0.5
+    assert judged(job) == [False] * 4
+    assert [each.rank for each in job.run(60, {2: LATE_S})] == [2]
+    assert judged(job) == [True] * 4
+
+
+def test_a_rank_that_is_late_now_and_then_is_not_cleared_before_it_can_be_named() -> None:
+    job = Job(4, lambda rank, seq: 0.5 if rank == 2 and seq % 100 == 0 else 0.0)
+    assert job.run(100 * 12, {}) == []  # of 24 blocks, too few are late
+    assert judged(job) == [True, True, False, True]
+    assert [each.rank for each in job.run(100 * 60, {})] == [2]
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_noise_names_nobody(ranks: int) -> None:
     job = Job(ranks, noise(ranks))

@@ -78,6 +78,15 @@ def test_a_terminal_of_40_columns_shows_whom_it_is_about() -> None:
     assert {"10 waited for", "11 waiting", "10 a group of a long name 4.0%"} <= set(rows), lines
 
 
+def test_a_rank_is_cleared_only_once_it_is_judged() -> None:
+    late = {"group": "tp", "late_s": 0.05, "share": 0.8}
+    ranking = [{**late, "rank": 1, "judged": True}, {**late, "rank": 2, "judged": False}, {**late, "rank": 3}]
+    stragglers = {"ranking": ranking, "stragglers": []}
+    lines = text_of(Frame("http://x", job(rank(0, 1.0, 5, 100)), stragglers=stragglers)).splitlines()
+    verdicts = [line.split("ms")[1].strip() for line in lines if "80.0%" in line]
+    assert verdicts == ["within the noise", "too early to say", "within the noise"]
+
+
 def row_of(frame: Frame, number: int) -> str:
     rows = [line for line in text_of(frame).splitlines() if line.split()[:1] == [str(number)]]
     assert len(rows) == 1

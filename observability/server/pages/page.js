@@ -149,7 +149,8 @@ function showStragglers(late) {
     return [{ text: `${named ? "◀ " : ""}${row.rank}`, tone: named ? "bad" : "", spoken: named ? `${row.rank}, a straggler` : "" }, row.group,
       duration(row.late_s), { text: `${(100 * row.share).toFixed(1)} %`, part: Math.round(100 * Math.min(1, row.share)) / 100 }, String(row.operations)];
   }), "No collectives to compare yet, or one rank only.");
-  setText($("late-note"), late.stragglers.length ? `${plural(late.stragglers.length, "rank")} late beyond chance` : late.ranking.length ? "none beyond chance" : "");
+  const none = late.ranking.some(row => row.judged === false) ? "too early to say" : late.ranking.length ? "none beyond chance" : "";
+  setText($("late-note"), late.stragglers.length ? `${plural(late.stragglers.length, "rank")} late beyond chance` : none);
 }
 
 // The rank that is shown in detail
