@@ -44,8 +44,13 @@ _SHOWN = re.compile(
     r"|(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT|HOSTNAME|TMPDIR|LD_PRELOAD)$"
 )
 """Variables that are part of the evidence of a failure."""
-_SECRET = re.compile(r"SECRET|TOKEN|PASS|KEY|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
-_CREDENTIALS = re.compile(r"://[^/@\s]+@")
+_SECRETS = "SECRET|TOKEN|PASS|KEY|CRED|AUTH|COOKIE|JWT|SIGNATURE|BEARER"
+_SECRET = re.compile(rf"{_SECRETS}|(?:^|_)PWD?(?:_|$)", re.IGNORECASE)
+_URL_USER = re.compile(r"(?<=://)[^/@\s\"'\\]+(?=@)")
+_CREDENTIALS = re.compile(
+    rf"{_URL_USER.pattern}|--[\w-]*(?:{_SECRETS})|(?:{_SECRETS})[\w-]*[\"']?\s*[:=]|BEARER\s", re.IGNORECASE
+)
+"""Values with a user and a password of a URL, an option, an assignment or a header of a secret."""
 _SHOWN_CHARS = 500
 _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
@@ -200,6 +205,11 @@ def shown_environment() -> dict[str, str]:
         for name, value in sorted(os.environ.items())
         if _SHOWN.match(name)
     }
+
+
+def without_url_users(text: str) -> str:
+    """Return a text, such as that of an error, without the users and passwords of its URLs."""
+    return _URL_USER.sub("(hidden)", text)
 
 
 def set_environment(variables: Mapping[str, str]) -> None:

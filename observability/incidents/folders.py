@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import attrs
 
-from dist2.runtime.config import Config
+from dist2.runtime.config import Config, without_url_users
 from observability import token_files
 from observability.access import is_loopback
 
@@ -200,10 +200,12 @@ def named(root: Path, name: str, job: str) -> Path:
 def write(path: Path, data: bytes | str) -> None:
     """Write a file of an incident in one step, unless it is there or too long.
 
+    Errors have URLs in their texts, and those may have passwords: these are left out.
+
     Raises:
         OSError: It cannot be written.
     """
-    content = data.encode(errors="replace") if isinstance(data, str) else data
+    content = without_url_users(data).encode(errors="replace") if isinstance(data, str) else data
     if path.exists() or len(content) > PART_BYTES:
         return
     # Ranks may be threads of one process, or have equal process ids in containers that share the folder.

@@ -183,14 +183,41 @@ def test_ranks_that_are_threads_write_their_parts_at_once(tmp_path: Path) -> Non
     assert len(list(tmp_path.iterdir())) == size * rounds
 
 
-def test_the_environment_is_shown_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DIST2_CONTROL_TOKEN", "tell nobody")
-    monkeypatch.setenv("NCCL_PROXY", "http://me:tell-nobody@host")
-    monkeypatch.setenv("MY_DATABASE", "tell nobody")
-    monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    shown = shown_environment()
-    assert "nobody" not in str(shown)
-    assert (shown["NCCL_DEBUG"], shown["DIST2_CONTROL_TOKEN"]) == ("INFO", "(hidden)")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("DIST2_CONTROL_TOKEN", "tell nobody"),
+        ("MY_DATABASE", "tell nobody"),
+        ("SLURM_JWT", "tell nobody"),
+        ("TORCH_PW", "tell nobody"),
+        ("NCCL_PROXY", "http://me:tell-nobody@host"),
+        ("NCCL_STORE", "redis://:tell-nobody@host"),
+        ("SLURM_JOB_COMMENT", "user=me password=tell-nobody"),
+        ("RAY_JOB", '{"api_key": "tell nobody"}'),
+        ("TORCH_HEADERS", "Authorization: Bearer tell-nobody"),
+        ("RAY_OPTIONS", "--api-key tell-nobody"),
+        ("UCX_URL", "https://bucket/x?X-Amz-Signature=tell-nobody"),
+    ],
+)
+def test_the_environment_is_shown_without_secrets(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert "nobody" not in str(shown_environment())
+
+
+def test_the_environment_is_shown_where_it_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = {"NCCL_DEBUG": "INFO", "RAY_ADDRESS": "http://host:80/a@b", "TORCH_LOGS": "+dynamo,tokens"}
+    for name, value in plain.items():
+        monkeypatch.setenv(name, value)
+    assert plain.items() <= shown_environment().items()
+
+
+def test_an_incident_has_no_password_of_a_url(tmp_path: Path) -> None:
+    folders.write(tmp_path / "failure-0.json", json.dumps({"error": 'no route to "sql://me:pass@host/x"'}))
+    assert json.loads((tmp_path / "failure-0.json").read_text())["error"] == (
+        'no route to "sql://(hidden)@host/x"'
+    )
 
 
 # Failures
