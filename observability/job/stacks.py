@@ -50,6 +50,9 @@ _STATES = {
     "Z": "dead",
     "X": "dead",
 }
+_VFORKED = "waiting for a child of vfork to call exec or to end"
+_IN_VFORK = frozenset({"kernel_clone", "do_fork", "_do_fork", "wait_for_vfork_done"})
+"""Functions of kernels in which a process waits for that, in state D as well."""
 
 
 def stacks() -> list[dict[str, Any]]:
@@ -243,7 +246,8 @@ def kernel_view(pid: int) -> Outside:
     state = main["state"]
     if state in "TtD" and state:
         where = f", in {main['wchan']}" if state == "D" and main["wchan"] else ""
-        return Outside(state, f"process {pid} is {_STATES[state]}: state {state}{where}", threads)
+        activity = _VFORKED if state == "D" and main["wchan"] in _IN_VFORK else _STATES[state]
+        return Outside(state, f"process {pid} is {activity}: state {state}{where}", threads)
     activity = _STATES.get(state, "in an unknown state")
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     cause = "code in C holds the interpreter lock (GIL)"

@@ -341,7 +341,7 @@ SITUATIONS = (
     Situation(
         uninterruptible,
         (2,),
-        ("rank 2 is waited for", "cannot be interrupted", "state D", "in uninterruptible (by "),
+        ("rank 2 is waited for", ": state D", "in uninterruptible (by "),
     ),
     Situation(main_thread_ended, (2,), (BLAMED, "its main thread ")),
     Situation(never_awaited, (2,), (BLAMED, "ranks 0, 1 in all_reduce #2", "in never_awaited")),
