@@ -13,7 +13,7 @@ import os
 import stat
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote, urlsplit
@@ -59,14 +59,12 @@ class ControlPlaneFile:
         token: Its token.
         process: The process that has written the file.
         job: Its job.
-        beacon: Where other processes find its stacks; empty where they cannot.
     """
 
     url: str
     token: str = attrs.field(repr=False)
     process: Process
     job: Job
-    beacon: dict[str, int] = attrs.field(factory=dict)
 
 
 def folder() -> Path:
@@ -92,14 +90,11 @@ def is_private(folder: Path) -> bool:
     return _is_private(folder, stat.S_ISDIR)
 
 
-def write(
-    url: str, token: str, job: Job | None = None, beacon: Mapping[str, int] | None = None
-) -> Path | None:
+def write(url: str, token: str, job: Job | None = None) -> Path | None:
     """Write the token of a control plane of this process; return the file, or None if that is impossible."""
     _here.append(url)
     process = Process.here().text
-    content = {"url": url, "token": token, "process": process, "job": attrs.asdict(job or Job())}
-    text = json.dumps({**content, "beacon": dict(beacon or {})})
+    text = json.dumps({"url": url, "token": token, "process": process, "job": attrs.asdict(job or Job())})
     with suppress(OSError):
         folder().mkdir(mode=0o700, exist_ok=True)
         if is_private(folder()):
@@ -174,13 +169,8 @@ def _read(path: Path) -> ControlPlaneFile | None:
             held = json.loads(path.read_text())
             process = Process.read(held["process"])
             if process is not None:
-                return ControlPlaneFile(
-                    str(held["url"]),
-                    str(held["token"]),
-                    process,
-                    Job(**held.get("job", {})),
-                    dict(held.get("beacon", {})),
-                )
+                job = Job(**held.get("job", {}))
+                return ControlPlaneFile(str(held["url"]), str(held["token"]), process, job)
     return None
 
 

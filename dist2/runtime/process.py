@@ -69,6 +69,7 @@ class InChild(IntEnum):
     WORLDS = 7
     CONTROL_PLANE = 8
     FRAMES = 9
+    STACKS = 10
 
 
 _exit_hooks: dict[int, Callable[[], None]] = {}

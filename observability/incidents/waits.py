@@ -3,11 +3,12 @@
 Theory of operation. A thread looks at the operations in flight each `after_s`. An operation that two looks
 find waits: the rank makes a folder, and writes its part. The other ranks of the host, also those that wait
 for nothing, find the folder at their next look and add their parts; so nothing is sent. The rank that made
-the folder then reads the parts of all, looks at the processes of ranks that have written none, and diagnoses
-the wait as a control plane does. If it is over, or no rank is missing, the folder is removed: an operation
-that moves much data takes long as well. Ranks of other hosts are known by the operation at which their
-messages were seen last, unless the folder is shared. Where no incident can be written, or none is wanted but
-the policy needs the verdict, ranks meet in a passing folder, of which only the verdict stays.
+the folder then reads the parts of all, looks at the processes of ranks that have written none (they tell
+where they stand by `observability.job.foreign_stacks`), and diagnoses the wait as a control plane does. If it
+is over, or no rank is missing, the folder is removed: an operation that moves much data takes long as well.
+Ranks of other hosts are known by the operation at which their messages were seen last, unless the folder is
+shared. Where no incident can be written, or none is wanted but the policy needs the verdict, ranks meet in a
+passing folder, of which only the verdict stays.
 
 The first `new_group` of a process waits in the same way, though there is no group yet, and no control plane
 where one is to start with it. The store tells which ranks have registered; a rank that has not is known by
@@ -108,13 +109,24 @@ class Waits:
         self._ends.set()
 
     def _run(self, ends: threading.Event) -> None:
-        while not ends.wait(self._after_s):
-            try:
-                self.look()
-            except OSError as error:  # such as a full disk
-                log.warning("the incident of a wait cannot be written: %s", error)
-            except Exception:  # the thread must outlive a single failure
-                log.warning("the incident of a wait cannot be written", exc_info=True)
+        from observability.job.foreign_stacks import memory
+
+        thread = threading.get_native_id()
+        memory.opened(thread)
+        try:
+            _note_position()
+            while not ends.wait(self._after_s):
+                self._look_safely()
+        finally:
+            memory.closed(thread)
+
+    def _look_safely(self) -> None:
+        try:
+            self.look()
+        except OSError as error:  # such as a full disk
+            log.warning("the incident of a wait cannot be written: %s", error)
+        except Exception:  # the thread must outlive a single failure
+            log.warning("the incident of a wait cannot be written", exc_info=True)
 
     def look(self) -> None:
         """Look once."""
@@ -122,6 +134,7 @@ class Waits:
         running = getattr(sys.modules.get("observability.server"), "running", None)
         if running is not None and running():
             return  # which finds more
+        _note_position()
         waiting = self._waiting()
         for key, (line, age_s) in self._before.items():
             if key not in waiting:
@@ -328,6 +341,14 @@ class Waits:
     def _tell(found: Diagnosis) -> None:
         extra = {"verdict": found.summary, "culprits": list(found.culprits)}
         log.warning("the job waits: %s", found.summary, extra=extra)
+
+
+def _note_position() -> None:
+    """Tell other processes where the main thread stands, for the time when this one cannot answer."""
+    from observability.job.foreign_stacks import memory
+    from observability.job.stacks import position
+
+    memory.note(position(threading.main_thread().ident or 0)["place"])
 
 
 def _remove_parts(folder: Path) -> None:

@@ -25,7 +25,7 @@ import attrs
 from observability.job.answer import ELSEWHERE, Answers, State
 from observability.job.graph import cycles, longest_path_to
 from observability.job.messages import owed
-from observability.job.rank_text import named, ranks_of
+from observability.job.rank_text import named, place_of, ranks_of
 
 Key = tuple[str, int, bool, int]
 """An operation of the job: uid of its group, number, whether it is a message, the rank of a message or -1."""
@@ -220,14 +220,6 @@ def waiting_in(document: dict[str, Any]) -> tuple[Waiting, ...]:
         )
         for each in document["waiting"]
     )
-
-
-def _place_of(rank: int, state: State, uid: str) -> str:
-    """Return where a rank is in a group, if its rank there is another one; else an empty text."""
-    group = state["groups"].get(uid)
-    if group is None or group.get("rank", rank) == rank:
-        return ""
-    return f"rank {group['rank']} of {group['name']}, host {state['host']}, pid {state['pid']}"
 
 
 def key_of(operation: State, rank: int) -> Key:
@@ -432,7 +424,7 @@ class _Diagnostician:
             answer = self._answers.get(rank)
             why = "it is unknown" if answer is None else answer.why_silent
             return Missing(rank, "" if answer is None else answer.seen.get(uid, ""), why, answers=False)
-        last, place = self._last(state, uid), _place_of(rank, state, uid)
+        last, place = self._last(state, uid), place_of(rank, state, uid)
         return Missing(rank, last, self._stands(rank), answers=True, place=place)
 
     def _last(self, state: State, uid: str) -> str:

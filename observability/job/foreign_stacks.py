@@ -1,12 +1,14 @@
 """Python stacks of a process of this host that cannot answer: stopped, or with the interpreter lock held.
 
 Theory of operation. Three sources, the best first. py-spy, where it is installed (extra ``stacks``) and the
-kernel permits it, reads the memory of the process. A signal makes a process with a control plane write its
-stacks (`faulthandler`, which needs no interpreter lock) into memory that others can open; it is sent to the
-thread of the control plane, so that no call of the program is interrupted. A process that is stopped handles
-no signal: of it the position of its main thread remains, which its watch writes each two seconds.
+kernel permits it, reads the memory of the process. A signal makes a process write its stacks (`faulthandler`,
+which needs no interpreter lock) into memory that others can open; it is sent to the thread of its control
+plane or to that which looks for waits, so that no call of the program is interrupted. A process that is
+stopped handles no signal: of it the position of its main thread remains, which these threads write now and
+then.
 
-Memory is a memfd, opened by way of ``/proc/PID/fd``: the kernel lets only the same user do that.
+Memory is a memfd, found by its name and opened in ``/proc/PID/fd``: the kernel lets only the same user do
+that.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import ctypes
 import faulthandler
 import fcntl
 import json
+import logging
 import os
 import re
 import shutil
@@ -30,15 +33,23 @@ from typing import Any
 
 import attrs
 
+from dist2.runtime.process import InChild, in_child
+
 PYSPY_S = 5.0
 SIGNAL_S = 0.5
 """How long a process may take to write its stacks."""
 FRESH_S = 3.0
 """A view that is no older is given again: pages ask once a second."""
+STACKS, ABOUT = "dist2-stacks", "dist2-about"
+"""Names of the memory of a process."""
+ABOUT_BYTES = 4096
+PLACE_CHARS = 600
 INSTALL = "pip install 'dist2[stacks]'"
 MAX_FRAMES = 64
 _THREAD = re.compile(r"(?m)^(?:Thread|Current thread) 0x[0-9a-f]+.*$")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+
+log = logging.getLogger("dist2.incidents")
 
 Thread = dict[str, Any]
 """A thread as in the answer of ``/stacks``."""
@@ -63,81 +74,104 @@ class View:
 
 @attrs.frozen
 class Beacon:
-    """Where others find the stacks of this process.
+    """What a process of this host tells others, so that they find its stacks.
 
     Attributes:
-        number: The signal that makes it write them.
+        stacks: The memory that it writes them to.
+        number: The signal that makes it do so.
         thread: The kernel's id of the thread that the signal is sent to.
-        stacks: Descriptor of the memory that it writes to.
-        position: Descriptor of the memory with the position of its main thread.
+        at_s: When it was at `place`, in seconds of the monotonic clock.
+        place: The position of its main thread; empty if unknown.
     """
 
+    stacks: Path
     number: int
     thread: int
-    stacks: int
-    position: int
+    at_s: float
+    place: str
 
 
 class _Memory:
-    """The memory of this process that its neighbours read, shared by its control planes."""
+    """The memory of this process that its neighbours read, shared by its threads that observe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._users = 0
-        self._number = self._stacks = self._position = -1
+        self._threads: list[int] = []
+        self._number = self._stacks = self._about = -1
+        self._at_s, self._place = 0.0, ""
 
-    def opened(self, thread: int) -> Beacon | None:
-        """Return where others find the stacks; None if no signal is free."""
+    def opened(self, thread: int) -> None:
+        """Have others find the stacks by a signal to a thread, unless no signal is free."""
         with self._lock:
-            if not self._users and not self._open():
-                return None
-            self._users += 1
-            return Beacon(self._number, thread, self._stacks, self._position)
+            if self._threads or self._open():
+                self._threads.append(thread)
+                self._tell()
 
-    def closed(self) -> None:
-        """Take one back that was opened; the last one ends it."""
+    def closed(self, thread: int) -> None:
+        """Send no more signals to a thread, which ends; the last one closes the memory. Idempotent."""
         with self._lock:
-            self._users -= 1
-            if not self._users:
-                faulthandler.unregister(self._number)
-                os.close(self._stacks)
-                os.close(self._position)
-                self._number = self._stacks = self._position = -1
+            if thread not in self._threads:
+                return
+            self._threads.remove(thread)
+            if self._threads:
+                self._tell()
+                return
+            faulthandler.unregister(self._number)
+            os.close(self._stacks)
+            os.close(self._about)
+            self._number = self._stacks = self._about = -1
 
     def note(self, place: str) -> None:
         """Write the position of the main thread."""
         with self._lock:
-            if self._users:
-                text = json.dumps([time.monotonic(), place]).encode()
-                os.pwrite(self._position, text.ljust(512)[:512], 0)
+            self._at_s, self._place = time.monotonic(), place
+            if self._threads:
+                self._tell()
 
     def forget(self) -> None:
         """Let go of the memory of the parent, in a forked child."""
         self._lock = threading.Lock()
-        if self._users:
-            self._users = 1
-            self.closed()
+        for thread in [*self._threads]:
+            self.closed(thread)
+        self._at_s, self._place = 0.0, ""
+
+    def _tell(self) -> None:
+        told = [self._number, self._threads[0], self._at_s, self._place[:PLACE_CHARS]]
+        os.pwrite(self._about, json.dumps(told).encode().ljust(ABOUT_BYTES), 0)
 
     def _open(self) -> bool:
-        free = (number for number in range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1) if _is_free(number))
-        number = next(free, None)
-        if number is None:
+        try:
+            number = next(_free_signals(), None)
+            if number is None:
+                return False
+            self._stacks = os.memfd_create(STACKS, os.MFD_CLOEXEC)
+            try:
+                self._about = os.memfd_create(ABOUT, os.MFD_CLOEXEC)
+            except OSError:
+                os.close(self._stacks)
+                raise
+        except OSError as error:  # such as a lack of descriptors: the rest works without
+            log.info("other processes will not see where this one stands: %s", error)
             return False
-        self._number = number
-        self._stacks = os.memfd_create("dist2-stacks", os.MFD_CLOEXEC)
         fcntl.fcntl(self._stacks, fcntl.F_SETFL, os.O_APPEND)  # readers cut it off
-        self._position = os.memfd_create("dist2-position", os.MFD_CLOEXEC)
         faulthandler.register(number, self._stacks, all_threads=True, chain=False)
+        self._number = number
         return True
 
 
 memory = _Memory()
 
 
-def _is_free(number: int) -> bool:
-    with suppress(ValueError, OSError):
-        return signal.getsignal(number) is signal.SIG_DFL
-    return False
+def _free_signals() -> Iterator[int]:
+    """Yield signals for real time that this process neither handles nor ignores, in Python or in C."""
+    status = Path("/proc/self/status").read_text()
+    taken = [int(found[1], 16) for found in re.finditer(r"(?m)^Sig(?:Ign|Cgt):\s*([0-9a-f]+)$", status)]
+    for number in range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1):
+        if not any(mask >> (number - 1) & 1 for mask in taken):
+            yield number
+
+
+in_child(InChild.STACKS)(memory.forget)
 
 
 _views: dict[int, tuple[float, View]] = {}
@@ -202,30 +236,33 @@ def _by_pyspy(pid: int) -> View:
 # A signal
 
 
-def _beacons(pid: int) -> Iterator[Beacon]:
-    from observability.token_files import control_planes
-
-    for each in control_planes():
-        if each.process.pid == pid and each.beacon:
-            with suppress(TypeError):
-                yield Beacon(**each.beacon)
+def beacon_of(pid: int) -> Beacon | None:
+    """Return what a process tells others; None if it tells nothing, or belongs to another user."""
+    found: dict[str, Path] = {}
+    with suppress(OSError, ValueError, TypeError):
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):  # it was closed meanwhile
+                found[str(path.readlink()).removeprefix("/memfd:").removesuffix(" (deleted)")] = path
+        if STACKS in found and ABOUT in found:
+            number, thread, at_s, place = json.loads(found[ABOUT].read_text())
+            return Beacon(found[STACKS], int(number), int(thread), float(at_s), str(place))
+    return None
 
 
 def _by_signal(pid: int) -> View | None:
-    tgkill = getattr(ctypes.CDLL(None), "tgkill", None)
-    for beacon in _beacons(pid):
-        with suppress(OSError):
-            if tgkill is None or _is_stopped(pid):
-                continue
-            memory = os.open(f"/proc/{pid}/fd/{beacon.stacks}", os.O_RDWR | os.O_CLOEXEC)
-            try:
-                os.ftruncate(memory, 0)
-                if tgkill(pid, beacon.thread, beacon.number) == 0:
-                    threads = _parsed(_written(memory))
-                    if threads:
-                        return View(threads, source="faulthandler")
-            finally:
-                os.close(memory)
+    tgkill, beacon = getattr(ctypes.CDLL(None), "tgkill", None), beacon_of(pid)
+    with suppress(OSError):
+        if beacon is None or tgkill is None or _is_stopped(pid):
+            return None
+        memory = os.open(beacon.stacks, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.ftruncate(memory, 0)
+            if tgkill(pid, beacon.thread, beacon.number) == 0:
+                threads = _parsed(_written(memory))
+                if threads:
+                    return View(threads, source="faulthandler")
+        finally:
+            os.close(memory)
     return None
 
 
@@ -270,11 +307,9 @@ def _parsed(text: str) -> tuple[Thread, ...]:
 
 
 def _last_seen(pid: int) -> View | None:
-    for beacon in _beacons(pid):
-        with suppress(OSError, ValueError, TypeError):
-            at, place = json.loads(Path(f"/proc/{pid}/fd/{beacon.position}").read_text())
-            ago_s = time.monotonic() - at
-            if place:
-                words = f"its main thread was at {place} when it was last seen, {ago_s:.1f} s ago"
-                return View(position=words, source="its watch")
-    return None
+    beacon = beacon_of(pid)
+    if beacon is None or not beacon.place:
+        return None
+    ago_s = time.monotonic() - beacon.at_s
+    words = f"its main thread was at {beacon.place} when it was last seen, {ago_s:.1f} s ago"
+    return View(position=words, source="its watch")

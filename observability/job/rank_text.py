@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 
 def rank_text(ranks: Iterable[int]) -> str:
@@ -56,3 +57,11 @@ def _expanded(part: str) -> Iterator[int]:
     span, _, step = part.partition(":")
     first, dash, last = span.partition("-")
     yield from range(int(first), int(last) + 1, int(step) if step else 1) if dash else (int(first),)
+
+
+def place_of(rank: int, state: Mapping[str, Any], uid: str) -> str:
+    """Return where a rank is in a group, if its rank there is another one; else an empty text."""
+    group = state["groups"].get(uid)
+    if group is None or group.get("rank", rank) == rank:
+        return ""
+    return f"rank {group['rank']} of {group['name']}, host {state['host']}, pid {state['pid']}"

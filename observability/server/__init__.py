@@ -16,8 +16,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-import attrs
-
 from dist2.backends.socket.address import data_host
 from dist2.errors import ArgumentTypeError, BackendUnavailableError, Dist2Error, InvalidUsageError
 from dist2.group.open_groups import open_groups
@@ -86,10 +84,9 @@ class Server:
         self._unix_socket = Path(name) if isinstance(name, str) else None
         self._listener = listener
         self._serving = serving
-        self._beacon = memory.opened(serving.thread_id)
+        memory.opened(serving.thread_id)
         memory.note(member.witness.position()["place"])  # known also of a process that is stopped at once
-        beacon = None if self._beacon is None else attrs.asdict(self._beacon)
-        self._token_file = token_files.write(url, self.token, _job_of(member), beacon)
+        self._token_file = token_files.write(url, self.token, _job_of(member))
         _running.add(self)
 
     @property
@@ -127,10 +124,8 @@ class Server:
         self._performance.stop()
         self._member.close()
         self._acts.close()
+        memory.closed(self._serving.thread_id)
         self._serving.stop()
-        if self._beacon is not None:
-            self._beacon = None
-            memory.closed()
         self._remove_files()
 
     def _remove_files(self) -> None:
@@ -423,4 +418,3 @@ def _forked() -> None:
     for server in list(_running):
         server.close_inherited()
     _running.clear()
-    memory.forget()

@@ -19,17 +19,23 @@ from support.processes import started
 
 import dist2
 import observability
-from observability.job import foreign_stacks
-from observability.job.foreign_stacks import View, view_of
+from dist2.rendezvous.liveness import Building
+from observability.incidents.recording import Recording
+from observability.incidents.waits import Waits
+from observability.job import foreign_stacks, stacks
+from observability.job.foreign_stacks import View, beacon_of, view_of
 from observability.job.stacks import look_at_pid
 
 SOON_S = 20.0
 
 
-def wait(pipe: Connection) -> None:
+def wait(pipe: Connection, has_control_plane: bool) -> None:
     """Tell the pid, wait, and then hold the interpreter lock in C."""
     pg = dist2.new_group("socket", 60, store=dist2.HashStore(), rank=0, world_size=1)
-    observability.start(pg, announce=False, waiting_after_s=0.3)
+    if has_control_plane:
+        observability.start(pg, announce=False, waiting_after_s=0.3)
+    else:
+        Waits(Recording(Path("no folder")), 0.3).begin(Building(0, 1))
     pipe.send(os.getpid())
     pipe.recv()
     hold_the_lock()
@@ -39,11 +45,11 @@ def hold_the_lock() -> None:
     ctypes.PyDLL(None).sleep(600)
 
 
-@pytest.fixture
-def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+@pytest.fixture(params=[True, False], ids=["control plane", "looks for waits"])
+def silent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Yield the pid of a process that holds the interpreter lock, and forget what was seen before."""
     monkeypatch.setattr(foreign_stacks, "FRESH_S", 0.0)
-    with started(wait, ()) as (pipe,):
+    with started(wait, (request.param,)) as (pipe,):
         pid = pipe.recv()
         until(lambda: foreign_stacks._last_seen(pid), "in wait")
         pipe.send("go")
@@ -130,16 +136,49 @@ def test_what_would_show_a_line_that_cannot_be_seen(monkeypatch: pytest.MonkeyPa
     assert refused.unseen.startswith("py-spy failed")
 
 
-def test_the_last_control_plane_closes_the_memory() -> None:
-    memory = foreign_stacks._Memory()
-    first, second = memory.opened(1), memory.opened(2)
+@pytest.mark.parametrize(
+    ("wchan", "words"),
+    [("kernel_clone", "waiting for a child of vfork"), ("nfs_wait", "in a system call that cannot be")],
+)
+def test_a_process_that_waits_for_a_child_of_vfork_waits_for_no_disk(
+    wchan: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = {"id": "7", "name": "python", "state": "D", "wchan": wchan}
+    monkeypatch.setattr(stacks, "_tasks", lambda pid: (main,))
+    told = stacks.kernel_view(7).words
+    assert told.startswith(f"process 7 is {words}")
+    assert told.endswith(f": state D, in {wchan}")
+
+
+def test_the_last_thread_closes_the_memory() -> None:
+    memory, pid = foreign_stacks._Memory(), os.getpid()
+    before = beacon_of(pid)
+    memory.note("job.py:6")
+    memory.opened(1)
+    memory.opened(2)
+    first = beacon_of(pid)
     assert first is not None
+    assert (first.thread, first.place) == (1, "job.py:6")
+    memory.note("job.py:7" * 1000)
+    memory.closed(1)
+    second = beacon_of(pid)
     assert second is not None
-    assert (first.number, first.stacks, second.thread) == (second.number, second.stacks, 2)
-    memory.note("job.py:7")
-    memory.closed()
-    os.fstat(first.stacks)
-    memory.closed()
+    assert (second.number, second.stacks, second.thread) == (first.number, first.stacks, 2)
+    assert second.place.startswith("job.py:7")
+    memory.closed(2)
+    memory.closed(2)
     memory.note("job.py:8")
-    with pytest.raises(OSError, match="Bad file"):
-        os.fstat(first.stacks)
+    assert beacon_of(pid) == before
+
+
+def test_a_signal_that_c_code_handles_is_not_taken() -> None:
+    number = next(foreign_stacks._free_signals())
+    libc = ctypes.CDLL(None)
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: None)
+    libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    libc.signal(number, ctypes.cast(handler, ctypes.c_void_p))
+    try:
+        assert next(foreign_stacks._free_signals()) < number
+    finally:
+        libc.signal(number, None)
+    assert next(foreign_stacks._free_signals()) == number
