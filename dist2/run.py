@@ -36,7 +36,7 @@ import attrs
 from dist2.launch.meeting import HOST, rank_environment, serve_ranks
 from dist2.runtime.config import child_environment, environment_value, temporary_folder
 from dist2.runtime.deadline import deadline_in, remaining_s
-from dist2.runtime.exit_report import VARIABLE, ExitReport, read_report
+from dist2.runtime.exit_report import VARIABLE, ExitReport, latest_incident, read_report
 from dist2.runtime.other_process import was_killed_by
 from dist2.runtime.rank_names import rank_names
 
@@ -155,9 +155,8 @@ class Ranks:
                 process.wait(remaining_s(deadline_ns))
 
     def _incident(self) -> str:
-        """Return the folder of the incident that a rank has reported; empty if none has."""
-        reports = (read_report(self._report_of(rank)) for rank in range(len(self._processes)))
-        return next((report.incident for report in reports if report is not None and report.incident), "")
+        """Return the folder of the incident that a rank has noted last; empty if none has."""
+        return latest_incident(map(self._report_of, range(len(self._processes))))
 
     def _report_of(self, rank: int) -> Path:
         return Path(self._reports.name, f"rank-{rank}.json")

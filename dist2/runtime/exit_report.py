@@ -1,7 +1,9 @@
 """The error that ended a rank, in a file for the launcher of the job.
 
 A launcher names the file in ``TORCHELASTIC_ERROR_FILE``. Its format is that of torch.distributed.elastic: so
-torchrun shows the error too. ``blames`` is ours: the ranks of the job that the error names as its cause.
+torchrun shows the error too. ``blames`` is ours: the ranks of the job that the error names as its cause. The
+folder with the evidence of a trouble is in a file beside it as soon as it is known: a rank may handle the
+error and end by `sys.exit`, or be killed.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from __future__ import annotations
 import json
 import time
 import traceback
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import attrs
@@ -19,8 +23,8 @@ from dist2.runtime.config import environment_value
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _TEXT_CHARS = 2000
 
-incident = ""
-"""The folder with the evidence of the failure of this process, for the launcher; empty for none."""
+_INCIDENT = ".incident"
+"""What the name of the file beside it ends with."""
 
 
 @attrs.frozen
@@ -30,12 +34,10 @@ class ExitReport:
     Attributes:
         words: Type and text of the error, and its notes.
         blames: Ranks of the job that it names as its cause.
-        incident: The folder with the evidence; empty where there is none.
     """
 
     words: str
     blames: tuple[int, ...] = ()
-    incident: str = ""
 
 
 def report(error: BaseException) -> None:
@@ -47,11 +49,7 @@ def report(error: BaseException) -> None:
     words = "; ".join([f"{type(error).__name__}: {error}", *map(str, notes)])[:_TEXT_CHARS]
     stack = "".join(traceback.format_exception(error))
     extra = {"py_callstack": stack, "timestamp": str(int(time.time()))}
-    content = {
-        "message": {"message": words, "extraInfo": extra},
-        "blames": blamed(error),
-        "incident": incident,
-    }
+    content = {"message": {"message": words, "extraInfo": extra}, "blames": blamed(error)}
     try:
         with Path(path).open("x") as file:
             json.dump(content, file)
@@ -65,9 +63,27 @@ def read_report(path: Path) -> ExitReport | None:
         content = json.loads(path.read_text())
         words = str(content["message"]["message"])
         blames = tuple(int(rank) for rank in content.get("blames", ()))
-        return ExitReport(words, blames, str(content.get("incident", "")))
+        return ExitReport(words, blames)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
+
+
+def note_incident(folder: str) -> None:
+    """Tell the launcher the folder with the evidence of a trouble of this rank; empty takes it back."""
+    path = environment_value(VARIABLE)
+    if path:
+        with suppress(OSError):  # the launcher is gone: the folder is in the log too
+            Path(f"{path}{_INCIDENT}").write_text(folder)
+
+
+def latest_incident(paths: Iterable[Path]) -> str:
+    """Return the folder that one of several ranks has noted last; empty if none has."""
+    noted: list[tuple[float, str]] = []
+    for path in paths:
+        with suppress(OSError, ValueError):
+            beside = Path(f"{path}{_INCIDENT}")
+            noted.append((beside.stat().st_mtime, beside.read_text()))
+    return max(((at_s, folder) for at_s, folder in noted if folder), default=(0.0, ""))[1]
 
 
 def blamed(error: BaseException | None) -> list[int]:

@@ -14,8 +14,7 @@ import attrs
 from dist2.errors import Dist2Error, GroupAbortedError
 from dist2.operation.record import Operation
 from dist2.operation.signature import GroupInfo
-from dist2.runtime import exit_report
-from dist2.runtime.exit_report import blamed
+from dist2.runtime.exit_report import blamed, note_incident
 from observability.flight_recorder import global_rank
 from observability.incidents import folders
 
@@ -109,7 +108,8 @@ class Recording:
 
     def joined(self, path: Path) -> None:
         """Remember an incident that this rank has a part in."""
-        self.latest, exit_report.incident = path, str(path)
+        self.latest = path
+        note_incident(str(path))
 
     def made(self, path: Path) -> None:
         """Remember an incident whose folder this process has made: then it tells the path at its end."""
@@ -118,7 +118,8 @@ class Recording:
 
     def forget(self) -> None:
         """Forget the latest incident: it was none."""
-        self.latest, self.is_mine, exit_report.incident = None, False, ""
+        self.latest, self.is_mine = None, False
+        note_incident("")
 
     def last_words(self, error: BaseException | None) -> None:
         """Tell the path again as the last line of a process that an error ends."""
