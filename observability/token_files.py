@@ -20,7 +20,7 @@ from urllib.parse import quote, urlsplit
 
 import attrs
 
-from dist2.runtime.config import MEMORY, temporary_folder
+from dist2.runtime.config import MEMORY, environment_value, temporary_folder
 from dist2.runtime.other_process import Process
 
 NAMES = 8
@@ -136,10 +136,22 @@ def urls_here() -> list[str]:
     return list(_here)
 
 
+def meeting_here() -> str:
+    """Return where a launcher has the ranks of this process meet; empty without one."""
+    host, port = environment_value("MASTER_ADDR"), environment_value("MASTER_PORT")
+    return f"{host}:{port}" if host and port else ""
+
+
 def urls_of(job: str) -> list[str]:
-    """Return the control planes of a job on this host that run or were killed, and those of this process."""
+    """Return the control planes of a job on this host that run or were killed, and those of this process.
+
+    The page of a launcher knows the job by the meeting only, until its ranks have made a group.
+    """
     files = folder().glob("*.json") if is_private(folder()) else ()
-    return [*_here, *(each.url for each in map(_read, files) if each is not None and each.job.uid == job)]
+    known = [each for each in map(_read, files) if each is not None]
+    meeting = meeting_here()
+    pages = [each.url for each in known if each.job.rank < 0 and each.job.meeting == meeting != ""]
+    return [*_here, *(each.url for each in known if each.job.uid == job), *pages]
 
 
 def control_planes() -> list[ControlPlaneFile]:

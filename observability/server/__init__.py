@@ -21,7 +21,7 @@ from dist2.errors import ArgumentTypeError, BackendUnavailableError, Dist2Error,
 from dist2.group.open_groups import open_groups
 from dist2.operation.instruments import dispatch
 from dist2.operation.signature import GroupInfo
-from dist2.runtime.config import Config, environment_value
+from dist2.runtime.config import Config
 from dist2.runtime.deadline import seconds
 from dist2.runtime.process import AtExit, InChild, at_exit, in_child
 from dist2.security.authenticator import Credentials
@@ -315,8 +315,7 @@ def _member(
 def _job_of(member: Member) -> token_files.Job:
     """Return the job of a member, for the commands of this host."""
     info, program = member.info(), Path(sys.argv[0]).name if sys.argv else ""
-    host, port = environment_value("MASTER_ADDR"), environment_value("MASTER_PORT")
-    meeting = f"{host}:{port}" if host and port else ""
+    meeting = token_files.meeting_here()
     if info is None:
         return token_files.Job(program=program, meeting=meeting)
     return token_files.Job(info.uid, info.name, member.rank, len(info.global_ranks), program, meeting)

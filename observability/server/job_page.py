@@ -30,10 +30,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from dist2.errors import Dist2Error
-from dist2.runtime.config import LOOPBACK
+from dist2.runtime.config import LOOPBACK, Config
 from observability import token_files
 from observability.client import Asker
-from observability.incidents.folders import add_urls
+from observability.incidents.folders import add_urls, latest_at, root_of
+from observability.incidents.reading import Incident, NoIncidentError
 from observability.server.answers import body_of, guarded, http_error
 from observability.server.app import page_routes
 from observability.server.auth import TokenAuth
@@ -92,6 +93,9 @@ class JobPage:
         self._asker = Asker()
         self._kept: dict[str, bytes] = {}
         self._job: dict[str, Any] = _STARTING
+        self._started_s = time.time()
+        self._incident: Path | None = None
+        self._at_start: dict[str, Any] = {}
         self._summary: dict[str, Any] | None = None
         self._seldom = 0.0
         self._heard = 0.0
@@ -116,6 +120,7 @@ class JobPage:
         Args:
             meeting: Where they meet, as ``MASTER_ADDR`` and ``MASTER_PORT`` have it.
         """
+        self._started_s = time.time()
         with self._writing:
             self._write(attrs.evolve(self._of, uid="", meeting=meeting))
 
@@ -167,6 +172,8 @@ class JobPage:
         else:
             answer = await on_thread(self._ask, target, body)
             answer = self._kept.get(target) if answer is None and body is None else answer
+            if answer is None and path in self._at_start and not self._ends.is_set():
+                answer = json.dumps(self._at_start[path]).encode()
         if answer is None:
             raise HTTPException(502, f"no rank answers, and nothing is kept of {target!r}")
         headers = {"Cache-Control": "no-store"}
@@ -188,7 +195,10 @@ class JobPage:
         answers = [self._ask(path) for path in OFTEN]
         if answers[0] is not None:
             self._heard, self._job = time.monotonic(), _without_urls(json.loads(answers[0]))
-        elif before is not _STARTING:
+            self._at_start.clear()
+        elif self._heard == 0.0:
+            self._look_at_start()
+        else:
             age_s = time.monotonic() - self._heard
             headline = f"No rank answers: this is their state of {age_s:.0f} s ago"
             self._job = {**before, "headline": headline, "tone": "warn"}
@@ -201,6 +211,21 @@ class JobPage:
             some = [each["rank"] for each in self._job["ranks"][:SUMMARIES]]
             for path in (*SELDOM, *(f"/summary?rank={rank}" for rank in some)):
                 self._ask(path)
+
+    def _look_at_start(self) -> None:
+        """Show the verdict where the ranks wait in their first `new_group`, which leaves an incident."""
+        root = root_of(Config.from_environment())
+        path = None if root is None else latest_at(root, self._base, self._started_s)
+        if path is None or path == self._incident or not (path / "desync.json").exists():
+            return
+        with suppress(NoIncidentError, OSError):  # it is being written, or is removed
+            incident = Incident.read(path)
+            found = incident.desync()
+            if found["verdict"]:
+                self._incident = path
+                self._at_start |= {"/desync": found, "/stacks": {"ranks": incident.stacks()}}
+                headline = f"No rank has made a group yet: {found['verdict'][0]}"
+                self._job = {**_STARTING, "headline": headline, "tone": "bad", "culprits": found["culprits"]}
 
     def _ask(self, path: str, body: object = None) -> bytes | None:
         """Return the answer of the first rank that answers; None where none does. Keeps answers to GET."""
@@ -228,7 +253,7 @@ class JobPage:
             found = [
                 each
                 for each in token_files.control_planes()
-                if each.job.meeting == of.meeting and each.job.rank >= 0
+                if each.job.meeting == of.meeting != "" and each.job.rank >= 0
             ]
             found.sort(key=lambda each: each.job.rank)
             if found and of.uid != found[0].job.uid:

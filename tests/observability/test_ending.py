@@ -31,6 +31,7 @@ from observability.incidents import folders
 from observability.incidents.recording import Recording
 from observability.job.diagnosis import Diagnosis
 from observability.job.directory import Entry
+from observability.server import job_page
 from observability.server.job_page import JobPage
 
 RANK = """
@@ -363,9 +364,15 @@ def test_ranks_add_their_control_planes_to_an_incident_of_another(
         page.close()
 
 
-def test_a_page_that_knows_no_answer_says_so_in_words() -> None:
+def test_a_page_that_knows_no_answer_says_so_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it take a rank that no launcher has started for one of its own."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    token_files.write("http://127.0.0.1:1", "t", token_files.Job("uid", "of another job"))
     page = JobPage("train.py", 2)
     try:
+        assert page._planes() == []
         told = CliRunner().invoke(cli, ["why", page.url]).output
     finally:
         page.close()
@@ -378,3 +385,33 @@ def test_a_job_that_has_left_nothing_leads_to_ps(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert "dist2 ps lists the jobs that run here" in unanswered_at("http://127.0.0.1:1", command)
+
+
+def test_the_page_of_a_launcher_tells_of_a_wait_in_the_first_new_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank has a control plane yet; the incident is found by the meeting."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(job_page, "EVERY_S", 1000.0)
+    for name, value in (("DIST2_INCIDENTS", tmp_path / "i"), ("MASTER_ADDR", "here"), ("MASTER_PORT", "7")):
+        monkeypatch.setenv(name, str(value))
+    verdict = "rank 0 is in dist2's new_group; rank 1: it has not registered for the group"
+    found = attrs.evolve(Diagnosis(), verdict=(verdict,), culprits=(1,)).document()
+    page = JobPage("train.py", 2)
+    try:
+        page.starts("here:7")
+        page._look()
+        assert page._job["headline"].startswith("The ranks are starting")
+        folder = folders.joined(tmp_path / "i", "uid", "new_group").path
+        page._look()
+        assert page._job["headline"].startswith("The ranks are starting"), "it is being written"
+        (folder / "desync.json").write_text(json.dumps(found))
+        page._look()
+        assert page._job["headline"] == f"No rank has made a group yet: {verdict}"
+        told = CliRunner().invoke(cli, ["why", page.url.partition("/#")[0]])
+        assert (told.exit_code, verdict in told.output) == (1, True), told.output
+        page.ended("rank 1 failed", 1, str(folder))
+        told = CliRunner().invoke(cli, ["why", page.url.partition("/#")[0]])
+        assert "The job has ended: rank 1 failed" in told.output
+    finally:
+        page.close()
