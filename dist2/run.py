@@ -250,6 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("program '-' is standard input, which only one rank could read: write it to a file")
     command = [sys.executable, *(["-m"] if given.module else []), given.program, *given.arguments]
     page = _page(parser, Path(given.program).name, given.ranks) if given.page else None
+    on_ctrl_c = signal.getsignal(signal.SIGINT)
     try:
         for attempt in range(given.max_restarts + 1):
             ranks = Ranks(command, given.ranks, attempt, given.page)
@@ -269,6 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         if page is not None:
             page.close()
+        signal.signal(signal.SIGINT, on_ctrl_c)
     return ended.code
 
 
@@ -315,8 +317,15 @@ def _linger(url: str, seconds: float | None) -> None:
     """Keep the page for some seconds, or until Ctrl-C."""
     until = "until Ctrl-C" if seconds is None else f"for {seconds:g} s, or until Ctrl-C"
     sys.stderr.write(f"dist2: the ranks have ended; their last state stays at {url} {until}\n")
+    signal.signal(signal.SIGINT, _interrupt_once)
     with suppress(KeyboardInterrupt):
         threading.Event().wait(seconds)
+
+
+def _interrupt_once(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt, and ignore the signal from now on: the page is being closed."""
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _words(code: int, report: ExitReport | None) -> str:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -251,3 +252,37 @@ def test_ranks_of_a_page_listen_on_loopback_where_a_unix_socket_has_too_long_a_p
         seen.append(ended.output)
     assert seen[0].startswith("/tmp/dist2-run-")
     assert seen[1] == "1"
+
+
+class ClosedByCtrlC:
+    """A page at which Ctrl-C is pressed until the launcher has closed it."""
+
+    url = "http://page"
+
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    def starts(self, meeting: str) -> None:
+        pass
+
+    def ended(self, words: str, code: int, incident: str) -> None:
+        pass
+
+    def wait(self, seconds: float | None) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    def close(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+        self.is_closed = True
+
+
+def test_ctrl_c_that_comes_twice_closes_the_page_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once by the terminal, and once by a parent such as ``timeout``."""
+    page, before = ClosedByCtrlC(), signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr("dist2.run._page", lambda *_: page)
+    monkeypatch.setattr("dist2.run.threading", types.SimpleNamespace(Event=lambda: page))
+    assert main(["-n", "1", "--page", str(written(tmp_path, ""))]) == 0
+    assert page.is_closed
+    assert signal.getsignal(signal.SIGINT) is before
