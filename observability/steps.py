@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from statistics import median
 from time import monotonic_ns, time
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,9 @@ KEPT = 64
 """Steps of a loop that are kept, the base of its typical times."""
 MAX_LOOPS = 16
 """Loops with labels of their own; further ones are not recorded."""
+
+_inside: ContextVar[frozenset[str]] = ContextVar("dist2_steps", default=frozenset())
+"""The loops of which this thread or task is in a step."""
 
 
 @attrs.frozen
@@ -76,7 +80,9 @@ class Loop:
     Attributes:
         name: As the metrics label it.
         rank: The rank in the job.
-        latest: The last steps, the newest last.
+        number: Steps so far, those that raised included: ranks compare steps by their numbers, and one rank
+            alone may have raised.
+        latest: The last steps that did not raise, the newest last.
         durations: Number of steps by the bit length of their nanoseconds, as `Series.durations`.
         total_ns: Sum of their times.
         groups: Nanoseconds inside operations, and waited, by group, of all steps.
@@ -85,14 +91,14 @@ class Loop:
     def __init__(self, name: str, rank: int) -> None:
         self.name = name
         self.rank = rank
+        self.number = 0
         self.latest: deque[Step] = deque(maxlen=KEPT)
         self.durations = [0] * DURATIONS
         self.total_ns = 0
         self.groups: dict[GroupKey, tuple[int, int]] = {}
 
     def add(self, took_ns: int, groups: Mapping[GroupKey, tuple[int, int]]) -> None:
-        """Count a step."""
-        number = self.latest[-1].number + 1 if self.latest else 1
+        """Measure the step that was counted last."""
         inside, waited = (sum(each[place] for each in groups.values()) for place in (0, 1))
         times = Times(took_ns / 1e9, inside / 1e9, waited / 1e9)
         self.durations[min(took_ns.bit_length(), DURATIONS - 1)] += 1
@@ -100,7 +106,7 @@ class Loop:
         for key, (inside, waited) in groups.items():
             before = self.groups.get(key, (0, 0))
             self.groups[key] = before[0] + inside, before[1] + waited
-        self.latest.append(Step(number, time(), times, groups))
+        self.latest.append(Step(self.number, time(), times, groups))
 
     def typical(self) -> Times:
         """Return the median of each part over the last steps."""
@@ -152,8 +158,8 @@ class Steps:
         """Return a step that begins now."""
         return Running(monotonic_ns(), self._totals())
 
-    def end(self, running: Running, name: str, rank: int) -> None:
-        """Count a step of a loop that ends now."""
+    def end(self, running: Running, name: str, rank: int, *, raised: bool = False) -> None:
+        """Count a step of a loop that ends now, and measure it unless it raised."""
         took_ns = monotonic_ns() - running.began_ns
         groups = {}
         for key, (inside, waited) in self._totals().items():
@@ -166,7 +172,9 @@ class Steps:
                 if len(self._loops) >= MAX_LOOPS:
                     return
                 loop = self._loops[name, rank] = Loop(name, rank)
-            loop.add(took_ns, groups)
+            loop.number += 1
+            if not raised:
+                loop.add(took_ns, groups)
 
     def _totals(self) -> dict[GroupKey, tuple[int, int]]:
         waited = self._metrics.waited(open_groups())
@@ -234,7 +242,7 @@ def step(group: ProcessGroup | None = None, *, name: str = "train") -> Iterator[
 
     The metrics ``dist2_step_...``, the page, ``dist2 top`` and ``/job`` show it. Of a step that takes much
     longer than usual, they name the rank that caused it, and whether it computed or moved data. A step that
-    raises does not count.
+    raises has a number, but is not measured. A step inside of one of the same name is part of that one.
 
     Args:
         group: The group whose rank takes the step, where ranks are threads; by default the first open one.
@@ -245,15 +253,27 @@ def step(group: ProcessGroup | None = None, *, name: str = "train") -> Iterator[
         ...     with observability.step(pg):
         ...         pg.all_reduce(torch.ones(2))
     """
-    running = steps.begin()
-    yield
-    steps.end(running, label_text(name), _rank_of(group))
+    label = label_text(name)
+    if label in _inside.get():
+        yield
+        return
+    _inside.set(_inside.get() | {label})
+    running, raised = steps.begin(), True
+    try:
+        yield
+        raised = False
+    finally:
+        _inside.set(_inside.get() - {label})
+        steps.end(running, label, _rank_of(group), raised=raised)
 
 
 def steps_of(
     optimizer: Optimizer, group: ProcessGroup | None = None, *, name: str = "train"
 ) -> RemovableHandle:
     """Measure steps of an optimizer: each from the end of one ``optimizer.step`` to that of the next.
+
+    Inside of `step` with the same name nothing is measured. Where an optimizer steps several times in an
+    iteration, use `step` instead: parts of unequal length have no usual time.
 
     Args:
         optimizer: The optimizer.
@@ -273,7 +293,8 @@ def steps_of(
 
     def ended(*_: object) -> None:
         nonlocal running
-        steps.end(running, label_text(name), _rank_of(group))
+        if label_text(name) not in _inside.get():
+            steps.end(running, label_text(name), _rank_of(group))
         running = steps.begin()
 
     return optimizer.register_step_post_hook(ended)

@@ -275,7 +275,8 @@ def _step(each: Document, group: str) -> str:
         return ""
     step = each["steps"][0]["latest"][-1]
     share = step["groups"].get(group, {"waited_s": 0.0})["waited_s"] / max(step["step_s"], 1e-9)
-    return f"#{step['number']} {time_text(step['step_s'])}, {share:.0%} waiting"
+    loop = f"{each['steps'][0]['name']} " if len(each["steps"]) > 1 else ""
+    return f"{loop}#{step['number']} {time_text(step['step_s'])}, {share:.0%} waiting"
 
 
 def _rates(each: Document, group: Document, earlier: Document | None) -> dict[str, float]:

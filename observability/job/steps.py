@@ -1,13 +1,14 @@
 """The rank that caused a slow step of the job, and the part of the step: functions of the ranks' answers.
 
 Ranks of one job wait for each other, so a slow step is slow on all of them. The rank that caused it is the
-one whose own time, which is the step without waiting for others, exceeds its usual own time most.
+one whose own time, which is the step without waiting for others, exceeds its usual own time most. In a job of
+several groups they wait in turns: the ranks that wait for those of a slow step may do so in their next one.
+So a slow step that no rank caused is explained by the slow one before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections import defaultdict
 
 import attrs
 
@@ -53,8 +54,12 @@ class _Part:
 
 def slow_step(answers: Answers) -> str | None:
     """Return a sentence about the last slow step that ranks tell; None if all took as long as usual."""
-    sentences = (_sentence(parts) for parts in _steps(answers))
-    return next((sentence for sentence in sentences if sentence), None)
+    loops = {name: found for name, each in _loops(answers).items() if (found := _last_slow(each))}
+    if not loops:
+        return None
+    name = max(loops, key=lambda name: loops[name][0])
+    several = any(len((answer.state or {}).get("steps", ())) > 1 for answer in answers.values())
+    return _sentence(loops[name][1], f" of {name}" if several else "")
 
 
 def is_slow(took_s: float, usual_s: float) -> bool:
@@ -62,15 +67,46 @@ def is_slow(took_s: float, usual_s: float) -> bool:
     return took_s >= SLOW * usual_s and took_s - usual_s >= LEAST_S
 
 
-def _sentence(parts: list[_Part]) -> str | None:
-    """Return a sentence about a step; None if it took as long as usual."""
-    took_s = max(part.step["step_s"] for part in parts)
-    usual_s = max(part.usual["step_s"] for part in parts)
-    if not is_slow(took_s, usual_s):
+def _last_slow(loops: dict[int, State]) -> tuple[float, list[_Part]] | None:
+    """Return when the last slow step of a loop ended, and the step that explains it; None if none was slow.
+
+    Args:
+        loops: The loop, as each rank tells it.
+    """
+    last: int = min(loop["latest"][-1]["number"] for loop in loops.values())
+    steps: dict[int, list[_Part]] = defaultdict(list)
+    for rank, loop in loops.items():
+        for step in loop["latest"]:  # a rank tells slow steps, and the last ones
+            if USUAL_STEPS < step["number"] <= last:
+                steps[step["number"]].append(_Part(rank, step, loop["typical"]))
+    slow = {number: parts for number, parts in steps.items() if is_slow(*_times(parts))}
+    if not slow:
         return None
-    begin = f"step {parts[0].step['number']} took {_time(took_s)} instead of {_time(usual_s)}"
-    cause = max(parts, key=lambda part: part.more_s)
-    if cause.more_s < CAUSE * (took_s - usual_s):
+    number = first = max(slow)
+    while _cause(slow[number]) is None and number - 1 in slow:
+        number -= 1
+    ended_s = max(part.step["ended_s"] for part in slow[first])
+    return ended_s, slow[number if _cause(slow[number]) else first]
+
+
+def _times(parts: list[_Part]) -> tuple[float, float]:
+    """Return how long a step took, and its usual time, in seconds."""
+    return max(part.step["step_s"] for part in parts), max(part.usual["step_s"] for part in parts)
+
+
+def _cause(parts: list[_Part]) -> _Part | None:
+    """Return the part of the rank that caused a slow step, if it was one rank."""
+    took_s, usual_s = _times(parts)
+    most = max(parts, key=lambda part: part.more_s)
+    return most if most.more_s >= CAUSE * (took_s - usual_s) else None
+
+
+def _sentence(parts: list[_Part], of: str) -> str:
+    """Return a sentence about a slow step, after whose number the words ``of`` come."""
+    took_s, usual_s = _times(parts)
+    begin = f"step {parts[0].step['number']}{of} took {_time(took_s)} instead of {_time(usual_s)}"
+    cause = _cause(parts)
+    if cause is None:
         return f"{begin}; no rank computed or moved data for longer: all waited for each other in turn"
     waited = max(parts, key=lambda part: part.step["waited_s"])
     group = max(waited.step["groups"], key=lambda name: waited.step["groups"][name]["waited_s"], default="")
@@ -78,18 +114,21 @@ def _sentence(parts: list[_Part]) -> str | None:
     return f"{begin}: {cause.sentence()}{others if waited is not cause and group else ''}"
 
 
-def _steps(answers: Answers) -> Iterator[list[_Part]]:
-    """Yield the steps that all ranks tell, the last one first; none where their loops differ."""
-    loops: dict[int, Any] = {}
-    for rank, answer in answers.items():
-        if answer.state is not None and answer.state.get("steps"):
-            loops[rank] = answer.state["steps"][0]
-    if len({loop["name"] for loop in loops.values()}) != 1:
-        return
-    by_number = {rank: {step["number"]: step for step in loop["latest"]} for rank, loop in loops.items()}
-    for number in sorted(set.intersection(*map(set, by_number.values())), reverse=True):
-        if number > USUAL_STEPS:
-            yield [_Part(rank, by_number[rank][number], loop["typical"]) for rank, loop in loops.items()]
+def _loops(answers: Answers) -> dict[str, dict[int, State]]:
+    """Return the loops that all ranks with steps are in, by name and rank."""
+    told = {
+        rank: {loop["name"]: loop for loop in answer.state["steps"] if _goes_on(loop, answer.state["steps"])}
+        for rank, answer in answers.items()
+        if answer.state is not None and answer.state.get("steps")
+    }
+    names = set.intersection(*map(set, told.values())) if told else ()
+    return {name: {rank: loops[name] for rank, loops in told.items()} for name in names}
+
+
+def _goes_on(loop: State, loops: list[State]) -> bool:
+    """Return whether a loop of a rank goes on: no other one has ended a step for two steps of this one."""
+    since_s = max(each["latest"][-1]["ended_s"] for each in loops) - loop["latest"][-1]["ended_s"]
+    return bool(since_s <= 2 * max(loop["typical"]["step_s"], loop["latest"][-1]["step_s"]))
 
 
 def _own_s(times: State) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import attrs
@@ -64,12 +65,41 @@ def state(
         ),
         ([state(0.11, 0.03, 0.02), state(0.11, 0.02, 0.01)], None),
         ([state(1.0, 0.02, 0.01, 4), state(1.0, 0.02, 0.01, 4)], None),
-        ([state(1.0, 0.02, 0.01, 9), state(1.0, 0.02, 0.01, 8)], None),
+        (  # rank 0 does not tell step 8, as it was not slow there: it needed rank 1 later
+            [state(0.1, 0.02, 0.01, 9), state(1.0, 0.02, 0.01, 8)],
+            "step 8 took 1.00 s instead of 100 ms: rank 1 computed for 980 ms instead of 80 ms",
+        ),
+        ([state(0.1, 0.02, 0.01, 8), state(1.0, 0.02, 0.01, 9)], None),
     ],
 )
 def test_a_slow_step_names_the_rank_and_its_part(ranks: list[dict[str, Any]], sentence: str | None) -> None:
     assert slow_step({rank: Answer(state=state) for rank, state in enumerate(ranks)}) == sentence
     assert slow_step({0: Answer(silence="it is gone")}) is None
+
+
+def both(name: str, *states: dict[str, Any], ended_s: float = 0.0) -> dict[str, Any]:
+    """Return a loop of a rank that tells the steps of several states."""
+    loops = [state["steps"][0] for state in states]
+    return {**loops[0], "name": name, "latest": [{**loop["latest"][0], "ended_s": ended_s} for loop in loops]}
+
+
+def test_a_slow_step_that_ranks_of_another_group_feel_a_step_later_is_that_of_its_cause() -> None:
+    caused, waited = state(1.0, 0.02, 0.01, 8), state(1.0, 0.92, 0.91, 8)
+    usual, felt = state(0.1, 0.02, 0.01, 9), state(1.0, 0.92, 0.91, 9)
+    ranks = [felt, {"steps": [both("train", waited, usual)]}, felt, {"steps": [both("train", caused, usual)]}]
+    assert slow_step({rank: Answer(state=state) for rank, state in enumerate(ranks)}) == (
+        "step 8 took 1.00 s instead of 100 ms: rank 3 computed for 980 ms instead of 80 ms; "
+        "rank 1 waited 910 ms, mostly in group tp"
+    )
+
+
+@pytest.mark.parametrize(("since_s", "is_told"), [(0.1, True), (60.0, False)])
+def test_a_slow_step_is_told_while_its_loop_goes_on(since_s: float, is_told: bool) -> None:
+    slow, usual = state(1.0, 0.02, 0.01), state(0.1, 0.02, 0.01)
+    ranks = [{"steps": [both("part", usual, ended_s=since_s), both("train", slow)]}] * 2
+    told = slow_step({rank: Answer(state=state) for rank, state in enumerate(ranks)})
+    assert (told is not None) == is_told
+    assert told is None or told.startswith("step 9 of train took 1.00 s instead of 100 ms: rank 0 computed")
 
 
 def test_the_documented_sentence() -> None:
@@ -137,6 +167,31 @@ def test_a_step_that_raises_does_not_count_and_another_loop_is_apart() -> None:
     with observability.step(name="validate"):
         pass
     assert {loop.name for loop in observability.steps.steps.loops()} - before == {"validate"}
+
+
+def loop_of(name: str) -> Any:
+    """Return a loop of this process."""
+    (loop,) = [each for each in observability.steps.steps.loops() if each.name == name]
+    return loop
+
+
+def test_a_step_that_raises_keeps_its_number_as_other_ranks_go_on() -> None:
+    for number in range(3):
+        with suppress(ZeroDivisionError), observability.step(name="keeps"):
+            assert number != 1 or 1 / 0
+    assert [each.number for each in loop_of("keeps").latest] == [1, 3]
+
+
+def test_a_step_inside_of_one_of_the_same_name_is_part_of_it() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    handle = observability.steps_of(optimizer, name="outer")
+    with observability.step(name="outer"):
+        for _ in range(3):
+            with observability.step(name="outer"), observability.step(name="inner"):
+                optimizer.step()
+    handle.remove()
+    assert [each.number for each in loop_of("outer").latest] == [1]
+    assert [each.number for each in loop_of("inner").latest] == [1, 2, 3]
 
 
 def test_the_steps_of_an_optimizer_are_counted_until_they_are_not() -> None:

@@ -50,7 +50,8 @@ function stepOf(rank) {
   const step = rank.steps?.[0]?.latest.at(-1);
   if (!step) return "";
   const percent = part => `${Math.round(100 * part / step.step_s)} %`;
-  return `#${step.number} ${duration(step.step_s)}, ${percent(step.operations_s)} in operations, ${percent(step.waited_s)} waiting`;
+  const loop = rank.steps.length > 1 ? `${rank.steps[0].name} ` : "";
+  return `${loop}#${step.number} ${duration(step.step_s)}, ${percent(step.operations_s)} in operations, ${percent(step.waited_s)} waiting`;
 }
 
 // Groups of one dimension share a column, such as tp-0 and tp-1: their names differ in numbers, and they are disjoint.
