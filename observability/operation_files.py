@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import zipfile
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,8 +36,9 @@ _OPERATION_COLUMNS = (
     "'duration_ns': 'BIGINT', 'error': 'VARCHAR'}"
 )
 _READ = """
-CREATE TEMP TABLE {name} AS SELECT *, regexp_replace(parse_filename(filename), '{suffix}$', '') AS segment
-FROM read_csv('{folder}/*{suffix}', columns = {columns}, header = false, delim = ',', quote = '"',
+CREATE OR REPLACE TEMP TABLE {name} AS
+SELECT *, regexp_replace(parse_filename(filename), '{suffix}$', '') AS segment
+FROM read_csv(?, columns = {columns}, header = false, delim = ',', quote = '"',
               escape = '"', auto_detect = false, ignore_errors = true, filename = true)
 """
 _TABLES = """
@@ -77,14 +79,45 @@ def fill_from_log(database: DuckDBPyConnection, folder: Folder) -> None:
     Raises:
         OSError, RuntimeError, zipfile.BadZipFile, zlib.error: As `UNREADABLE`.
     """
+    import duckdb
+
     with _unpacked(folder) as path:
-        where = str(path).replace("'", "''")
-        for name, suffix, columns in (
-            ("calls", CALLS, _CALL_COLUMNS),
-            ("logged", OPERATIONS, _OPERATION_COLUMNS),
-        ):
-            database.execute(_READ.format(name=name, folder=where, suffix=suffix, columns=columns))
+        names = {each.name for each in path.iterdir()}
+        segments = sorted(
+            name.removesuffix(CALLS)
+            for name in names
+            if name.endswith(CALLS) and f"{name.removesuffix(CALLS)}{OPERATIONS}" in names
+        )
+        try:
+            _read(database, path, segments)
+        except duckdb.IOException:  # a process that runs has removed its oldest segment meanwhile
+            try:
+                _read(database, path, _without_oldest(segments))
+            except duckdb.IOException as error:
+                raise OSError(str(error).partition("\n")[0]) from error
     database.execute(_TABLES)
+
+
+def _read(database: DuckDBPyConnection, path: Path, segments: list[str]) -> None:
+    """Read the files of segments into tables; the operations first, as their calls are written before them.
+
+    Raises:
+        duckdb.IOException: A file cannot be read.
+    """
+    for name, suffix, columns in (
+        ("logged", OPERATIONS, _OPERATION_COLUMNS),
+        ("calls", CALLS, _CALL_COLUMNS),
+    ):
+        files = [str(path / f"{segment}{suffix}") for segment in segments]
+        database.execute(_READ.format(name=name, suffix=suffix, columns=columns), [files])
+
+
+def _without_oldest(segments: list[str]) -> list[str]:
+    """Return the segments without the oldest of each process that has others: those are the next to go."""
+    of_process: dict[str, list[str]] = defaultdict(list)
+    for segment in segments:
+        of_process[segment.rpartition("-")[0]].append(segment)
+    return [segment for some in of_process.values() for segment in some[len(some) > 1 :]]
 
 
 @contextmanager

@@ -101,14 +101,20 @@ class Segments:
         self._files = None
 
     def _append(self, calls: str, operations: str) -> None:
+        """Append text to both files, or to none, as rows follow a part of one, and their calls come again."""
         assert self._files is not None  # `_next` came before
-        for file, text in zip(self._files, (calls, operations), strict=True):  # no row before its call
-            data = text.encode(errors="replace")
-            if data:
-                written = file.write(data)
-                self._size += written
-                if written != len(data):
+        sizes = [os.fstat(file.fileno()).st_size for file in self._files]
+        try:
+            for file, text in zip(self._files, (calls, operations), strict=True):  # no row before its call
+                data = text.encode(errors="replace")
+                if data and file.write(data) != len(data):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
+                self._size += len(data)
+        except OSError:
+            for file, size in zip(self._files, sizes, strict=True):
+                file.truncate(size)
+            self._size = sum(sizes)
+            raise
 
     def _next(self) -> None:
         """Begin a segment; remove the oldest one."""
@@ -142,6 +148,7 @@ class OperationLog:
         self._ended: deque[Operation] = deque()
         self._owner = 0
         self._fails = False
+        self._untold = 0  # lost operations that no file counts yet
         self.lost = 0
         # In place of the methods below, without a frame of Python: they are called in every operation.
         self.operation_started = id  # type: ignore[method-assign, assignment]  # in place of the method
@@ -179,12 +186,14 @@ class OperationLog:
             for _ in range(dropped):
                 self._ended.popleft()
             left -= dropped
+            why = "more end than it may write"
             while left:
                 operations = [self._ended.popleft() for _ in range(min(CHUNK, left))]
                 left -= len(operations)
-                dropped += self._written(operations)
-            if dropped:
-                self._tell(dropped)
+                if not self._written(operations):
+                    dropped, why = dropped + len(operations), "they cannot be written"
+            if dropped or self._untold:
+                self._tell(dropped, why)
 
     def close(self) -> None:
         """Write what is left, and end the thread. Idempotent."""
@@ -206,8 +215,8 @@ class OperationLog:
             wanted_s = pause_s * MOST / 4 / max(1, before)  # the queue is then a quarter full
             pause_s = max(min(LOOK_S, wanted_s), LEAST_LOOK_S, took_s * (1 / SHARE - 1))
 
-    def _written(self, operations: list[Operation]) -> int:
-        """Write some operations; return how many could not be written."""
+    def _written(self, operations: list[Operation]) -> bool:
+        """Write some operations; return whether they could be written."""
         failed, self._fails = self._fails, False
         try:
             self._segments.write(operations)
@@ -215,19 +224,21 @@ class OperationLog:
             self._fails = True
             if not failed:  # else it has been said
                 log.warning("operations cannot be logged in %s: %s", self._folder, error)
-            return len(operations)
-        return 0
+            return False
+        return True
 
-    def _tell(self, dropped: int) -> None:
+    def _tell(self, dropped: int, why: str) -> None:
         """Say in the files and in the log that operations are lost."""
         first, self.lost = not self.lost, self.lost + dropped
-        with suppress(OSError):
-            self._segments.lost(dropped)
+        self._untold += dropped
+        with suppress(OSError):  # then once a file can be written again
+            self._segments.lost(self._untold)
+            self._untold = 0
         if first:
             log.warning(
-                "the operation log of process %d has lost %d operations: more end than it may write; "
+                "the operation log of process %d has lost %d operations: %s; "
                 "its files count further ones (dist2 query FOLDER: table events)",
-                *(os.getpid(), dropped),
+                *(os.getpid(), dropped, why),
             )
 
 

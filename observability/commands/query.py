@@ -28,6 +28,8 @@ WRONG_QUERY = 1
 ASKED_AT_A_TIME = 16
 SECONDS = 60
 LIMIT_S = 20.0
+UNLIMITED = 1 << 20
+"""Columns of an output that is no terminal: a row is a line, with all of its values."""
 
 
 @click.command()
@@ -42,11 +44,13 @@ def query(
 ) -> None:
     """Ask all ranks of a job, an incident, or an operation log, by SQL.
 
+    The query reads these tables only, no files and no network: ``--format csv`` is for other programs.
+
     URL is that of any control plane of the job, or the folder of an incident or of an operation log, which
     may be in a zip; without SQL, the tables are listed. Ends with 1 if the query is wrong, and 2 if there is
     no answer.
     """
-    if sql is None:
+    if sql is None or not sql.strip():
         for name, columns in TABLES.items():
             click.echo(f"{name}({', '.join(columns)})")
         return
@@ -69,6 +73,8 @@ def query(
         end_without_answer(error)
     except NoAnswerError as error:
         end_unanswered(error, plane)
+    except OSError as error:  # a folder of another user
+        end_without_answer(NoAnswerError(f"{url}: {error}"))
     with duckdb.connect() as database:
         fill(database, rows)
         if log is not None:
@@ -76,6 +82,7 @@ def query(
                 fill_from_log(database, log)
             except UNREADABLE as error:
                 end_without_answer(NoAnswerError(f"{url}: {error}"))
+        database.execute("SET enable_external_access = false; SET lock_configuration = true")
         try:
             found = database.execute(sql)
             names = [str(column[0]) for column in found.description or ()]
@@ -138,10 +145,17 @@ def _show(names: Sequence[str], rows: Sequence[Iterable[Any]], form: str) -> Non
         writer = csv.writer(sys.stdout)
         writer.writerows([names, *rows])
     else:
-        table = Table(*names, box=None)
+        table = Table(box=None)
+        for name in names:  # what does not fit the terminal is folded, not cut off
+            table.add_column(name, overflow="fold")
         for row in rows:
             table.add_row(*("" if value is None else _text(value) for value in row))
-        Console(soft_wrap=True, highlight=False, markup=False).print(table)
+        console = Console(soft_wrap=True, highlight=False, markup=False)
+        if not console.is_terminal:
+            console = Console(soft_wrap=True, highlight=False, markup=False, width=UNLIMITED)
+        with console.capture() as captured:
+            console.print(table)
+        click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def _text(value: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,6 +155,59 @@ def test_after_a_failed_write_later_operations_have_their_calls(
     rows = ask(tmp_path / "it's a log", "select op, seq from operations order by seq")
     assert rows == [{"op": "all_reduce", "seq": 1}, {"op": "barrier", "seq": 3}]
     assert logging.lost == 1
+
+
+def test_a_full_disk_leaves_whole_rows_and_a_count_of_the_lost_ones(
+    logging: OperationLog, tmp_path: Path
+) -> None:
+    group, folder = FakeGroup(info_of(), logging), tmp_path / "it's a log"
+    before, later = group.signature(), group.signature(OpKind.BARRIER, metas())
+    group.run(before)
+    logging.flush()
+    most = max(path.stat().st_size for path in folder.iterdir()) + 100  # of the calls, and not of the rows
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+    try:
+        with logged() as records:
+            for _ in range(9):
+                group.run(later)
+            logging.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    group.run(later)
+    logging.flush()
+    assert ask(folder, "select op, count(*) as n from operations group by op order by op") == [
+        {"op": "all_reduce", "n": 1},
+        {"op": "barrier", "n": 1},
+    ]
+    (event,) = ask(folder, "select message from events")
+    assert str(event["message"]).startswith("9 operations are missing in the log of process")
+    assert [each["event"].partition(": they")[1] for each in records if "has lost" in each["event"]] == [
+        ": they"
+    ]
+
+
+def test_a_segment_that_is_removed_while_the_log_is_asked_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = OperationLog(tmp_path, 16_000)
+    group = FakeGroup(info_of(), log)
+    for _ in range(1000):
+        group.run()
+    log.close()
+    oldest = min(tmp_path.glob("*.operations.csv"))
+    (kept,) = ask(tmp_path, f"{COUNT} where seq > {len(oldest.read_bytes().splitlines())}")
+    paths = list(tmp_path.iterdir())
+    oldest.unlink()
+    monkeypatch.setattr(Path, "iterdir", lambda path: iter(paths))  # seen before it was removed
+    assert ask(tmp_path, COUNT) == [kept]
+
+
+def test_a_folder_whose_name_is_a_pattern_is_asked(tmp_path: Path) -> None:
+    log = OperationLog(tmp_path / "job[1]*", DEFAULT_LOG_BYTES)
+    FakeGroup(info_of(), log).run()
+    log.close()
+    assert ask(tmp_path / "job[1]*", COUNT) == [{"n": 1}]
 
 
 def refuse(call: int, signature: object) -> str:

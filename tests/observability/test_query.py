@@ -105,6 +105,32 @@ def test_an_incident_answers_them_too(incident: Path) -> None:
     assert lines[0]["n"] != 0
 
 
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "copy ranks to '{folder}/ranks.csv'",
+        "attach '{folder}/new.db' as new",
+        "select * from read_csv('{folder}/secret.csv')",
+        "select * from '{folder}/secret.csv'",
+        "set enable_external_access = true",
+        "load httpfs",
+    ],
+)
+def test_a_query_reaches_no_files(incident: Path, tmp_path: Path, sql: str) -> None:
+    (tmp_path / "secret.csv").write_text("a,b\n1,2\n")
+    ended = CliRunner().invoke(query, [str(incident), sql.format(folder=tmp_path)])
+    assert (ended.exit_code, ended.stdout) == (1, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["secret.csv"]
+
+
+def test_a_row_is_a_line_with_all_of_its_values_unless_a_terminal_is_too_narrow(incident: Path) -> None:
+    ended = CliRunner().invoke(
+        query, [str(incident), "select repeat('long ', 100) as a, repeat('x', 99) as b"]
+    )
+    assert ended.stdout.splitlines()[1].split() == ["long"] * 100 + ["x" * 99]
+    assert CliRunner().invoke(query, [str(incident), " "]).stdout.startswith("ranks(rank, ")
+
+
 def test_the_answer_may_be_a_table_or_csv_and_an_error_is_a_line(
     incident: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
