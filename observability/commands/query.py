@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import signal
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,12 +87,26 @@ def query(
                 end_without_answer(NoAnswerError(f"{url}: {error}"))
         database.execute("SET enable_external_access = false; SET lock_configuration = true")
         try:
-            found = database.execute(sql)
-            names = [str(column[0]) for column in found.description or ()]
-            _show(names, found.fetchall(), form)
+            with _ended_by_ctrl_c():
+                found = database.execute(sql)
+                names = [str(column[0]) for column in found.description or ()]
+                _show(names, found.fetchall(), form)
         except duckdb.Error as error:
             click.echo(str(error), err=True)
             sys.exit(WRONG_QUERY)
+
+
+@contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """End the process at once at Ctrl-C, which DuckDB notices minutes later."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def fill(database: DuckDBPyConnection, rows: dict[str, list[Row]]) -> None:

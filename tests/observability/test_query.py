@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -129,6 +130,15 @@ def test_a_row_is_a_line_with_all_of_its_values_unless_a_terminal_is_too_narrow(
     )
     assert ended.stdout.splitlines()[1].split() == ["long"] * 100 + ["x" * 99]
     assert CliRunner().invoke(query, [str(incident), " "]).stdout.startswith("ranks(rank, ")
+
+
+def test_ctrl_c_ends_a_query_at_once(incident: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, meanwhile = signal.getsignal(signal.SIGINT), list[object]()
+    show = "observability.commands.query._show"
+    monkeypatch.setattr(show, lambda *_: meanwhile.append(signal.getsignal(signal.SIGINT)))
+    assert CliRunner().invoke(query, [str(incident), "select 1"]).exit_code == 0
+    assert meanwhile == [signal.SIG_DFL]
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_the_answer_may_be_a_table_or_csv_and_an_error_is_a_line(
