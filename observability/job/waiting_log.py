@@ -2,7 +2,7 @@
 
 The line is repeated when the wait lasts a minute, and ten, and when ranks are the reason that it did not
 name. A last line tells that the wait is over: nobody asks for a diagnosis any more, as ranks do as long as
-they wait. The last lines are kept, for ``/job`` and ``/events``.
+they wait, or the program ends after it. The last lines are kept, for ``/job`` and ``/events``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from observability.job.diagnosis import Diagnosis
@@ -42,6 +43,7 @@ class WaitingLog:
         self._since = self._heard = 0.0
         self._logged = 0
         self._culprits: tuple[int, ...] = ()
+        self._waiting: dict[str, int] = {}  # number of the collective that waits, by uid of the group
         self.lines: deque[dict[str, Any]] = deque(maxlen=KEPT)
 
     def diagnosed(self, rank: int, found: Diagnosis) -> None:
@@ -55,6 +57,7 @@ class WaitingLog:
                 self._since = now - max(each.age_s for each in found.waiting)
             self._over_after_s = self._quiet_s + self._rests * found.took_s
             self._heard, waited_s = now, now - self._since
+            self._waiting = {each.key[0]: each.key[1] for each in found.waiting if not each.key[2]}
             due = sum(waited_s >= age_s for age_s in AGAIN_S)
             if due == self._logged and set(found.culprits) <= set(self._culprits):
                 return
@@ -68,6 +71,18 @@ class WaitingLog:
         """Log the end of a wait, once no rank has asked for a while; not for a rank that waits itself."""
         with self._lock:
             if self._logged and time.monotonic() - self._heard > self._over_after_s:
+                self._end(rank)
+
+    def close(self, rank: int, completed: Mapping[str, int]) -> None:
+        """Log the end of a wait, if this rank has completed the collectives that waited.
+
+        Args:
+            rank: This one.
+            completed: Number of its last collective, by uid of the group.
+        """
+        with self._lock:
+            mine = self._waiting.keys() & completed.keys()
+            if mine and all(completed[uid] >= self._waiting[uid] for uid in mine):
                 self._end(rank)
 
     def _end(self, rank: int) -> None:

@@ -129,6 +129,17 @@ class Watch:
         self._ends.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(RANK_S * 2)
+        self._waiting_log.close(self._member.rank, self._completed())
+
+    def _completed(self) -> dict[str, int]:
+        """Return the number of the last collective of each group, by its uid; of none if one has failed."""
+        state = self._member.witness.state()
+        last = {uid: group["recent"][0] for uid, group in state["groups"].items() if group["recent"]}
+        return {
+            uid: each["seq"] - (each["state"] != "completed")
+            for uid, each in last.items()
+            if not state["failures"]
+        }
 
     def _run(self) -> None:
         while True:

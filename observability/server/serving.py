@@ -207,6 +207,11 @@ class _QuietServer(uvicorn.Server):
             connection.transport.abort()
         await asyncio.sleep(0)  # asyncio closes the sockets in its next turn
 
+    @property
+    def stops(self) -> bool:
+        """Whether the main loop has ended, or ends."""
+        return self._stop is not None and self._stop.is_set()
+
     def stop(self) -> None:
         """End the main loop, from any thread."""
         if self._loop is not None and self._stop is not None and not self._loop.is_closed():
@@ -214,17 +219,20 @@ class _QuietServer(uvicorn.Server):
 
 
 class _TroublesOnly(logging.Filter):
-    """Drops what one thread logs below WARNING: uvicorn logs that it starts and stops.
+    """Drops what one thread logs below WARNING, that it starts and stops, and once it stops.
 
-    Not the level of uvicorn's logger, which other servers of the process use too.
+    It then cancels requests that take long, with a traceback for each. Not the level of uvicorn's logger,
+    which other servers of the process use too.
     """
 
-    def __init__(self, thread_id: int) -> None:
+    def __init__(self, thread_id: int, server: _QuietServer) -> None:
         super().__init__()
         self._thread_id = thread_id
+        self._server = server
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return record.thread != self._thread_id or record.levelno >= logging.WARNING
+        is_trouble = record.levelno >= logging.WARNING and not self._server.stops
+        return record.thread != self._thread_id or is_trouble
 
 
 class Serving:
@@ -296,7 +304,10 @@ class Serving:
             raise Dist2Error(f"the control plane did not stop within {STOP_S} s")
 
     def _run(self) -> None:
-        of_uvicorn, troubles = logging.getLogger("uvicorn.error"), _TroublesOnly(threading.get_ident())
+        of_uvicorn, troubles = (
+            logging.getLogger("uvicorn.error"),
+            _TroublesOnly(threading.get_ident(), self._server),
+        )
         of_uvicorn.addFilter(troubles)
         try:
             asyncio.run(self._server.serve(sockets=[self._listener]))

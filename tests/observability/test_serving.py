@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import socket
 import threading
 from typing import Any
 
 import pytest
+from support.captured_logs import logged
 
 from observability.server.serving import Serving
 
@@ -19,6 +21,28 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
     """Answer every request."""
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
     await send({"type": "http.response.body", "body": b""})
+
+
+def test_a_request_that_is_cancelled_as_the_server_stops_is_no_traceback(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    asked = threading.Event()
+
+    async def never(scope: Any, receive: Any, send: Any) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    serving = Serving(never, listener)
+    try:
+        with socket.create_connection(("127.0.0.1", port), SOON_S) as client, logged() as records:
+            client.sendall(REQUEST)
+            assert asked.wait(SOON_S)
+            serving.stop()
+    finally:
+        serving.stop()
+    assert (records, capfd.readouterr().err) == ([], "")
 
 
 @pytest.mark.parametrize("turns", range(6))

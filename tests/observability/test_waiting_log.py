@@ -49,6 +49,17 @@ def test_a_wait_is_logged_once_and_again_as_it_lasts(monkeypatch: pytest.MonkeyP
     assert kept == [(each["levelname"], each["event"], each.get("culprits")) for each in records]
 
 
+@pytest.mark.parametrize(("completed", "is_over"), [({"uid": 7}, True), ({"uid": 6}, False), ({}, False)])
+def test_a_program_that_ends_soon_after_a_wait_logs_its_end(completed: dict[str, int], is_over: bool) -> None:
+    log = WaitingLog(quiet_s=15.0)
+    with logged() as records:
+        log.close(0, completed)
+        log.diagnosed(0, waits(5.0))
+        log.close(0, completed)
+    ends = [each["event"] for each in records if each["event"].startswith("the job goes on")]
+    assert ends == ["the job goes on, after a wait of about 5.0 s"] * is_over
+
+
 def test_a_second_wait_is_another_one() -> None:
     log = WaitingLog(quiet_s=15.0)
     with logged() as records:
