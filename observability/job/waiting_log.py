@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from observability.job.diagnosis import Diagnosis
@@ -73,17 +73,19 @@ class WaitingLog:
             if self._logged and time.monotonic() - self._heard > self._over_after_s:
                 self._end(rank)
 
-    def close(self, rank: int, completed: Mapping[str, int]) -> None:
+    def close(self, rank: int, completed: Callable[[], Mapping[str, int]]) -> None:
         """Log the end of a wait, if this rank has completed the collectives that waited.
 
         Args:
             rank: This one.
-            completed: Number of its last collective, by uid of the group.
+            completed: Returns the number of its last collective, by uid of the group.
         """
         with self._lock:
-            mine = self._waiting.keys() & completed.keys()
-            if mine and all(completed[uid] >= self._waiting[uid] for uid in mine):
-                self._end(rank)
+            if self._logged:
+                last = completed()
+                mine = self._waiting.keys() & last.keys()
+                if mine and all(last[uid] >= self._waiting[uid] for uid in mine):
+                    self._end(rank)
 
     def _end(self, rank: int) -> None:
         if self._logged:

@@ -129,7 +129,11 @@ class Watch:
         self._ends.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(RANK_S * 2)
-        self._waiting_log.close(self._member.rank, self._completed())
+        self.tell_end()
+
+    def tell_end(self) -> None:
+        """Log that the job went on, if this rank has told of a wait that is over by now."""
+        self._waiting_log.close(self._member.rank, self._completed)
 
     def _completed(self) -> dict[str, int]:
         """Return the number of the last collective of each group, by its uid; of none if one has failed."""

@@ -11,6 +11,7 @@ import secrets
 import socket
 import sys
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -410,6 +411,9 @@ def _listen_unix(path: Path) -> socket.socket:
 def _exiting() -> None:
     for server in list(_running):
         server._remove_files()
+        if server._member.watch is not None:
+            with suppress(Exception):  # a line of a log is no reason for an error at exit
+                server._member.watch.tell_end()
 
 
 @in_child(InChild.CONTROL_PLANE)

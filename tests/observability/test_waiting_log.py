@@ -53,9 +53,9 @@ def test_a_wait_is_logged_once_and_again_as_it_lasts(monkeypatch: pytest.MonkeyP
 def test_a_program_that_ends_soon_after_a_wait_logs_its_end(completed: dict[str, int], is_over: bool) -> None:
     log = WaitingLog(quiet_s=15.0)
     with logged() as records:
-        log.close(0, completed)
+        log.close(0, lambda: completed)
         log.diagnosed(0, waits(5.0))
-        log.close(0, completed)
+        log.close(0, lambda: completed)
     ends = [each["event"] for each in records if each["event"].startswith("the job goes on")]
     assert ends == ["the job goes on, after a wait of about 5.0 s"] * is_over
 
