@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -97,21 +97,31 @@ class Directory:
         else:
             self._store.set(f"{_ROLL}/{entry.rank}", f"{entry.rank} {line}\n")
 
-    def refresh(self, ranks: Iterable[int], only_hubs: bool = False) -> None:
-        """Read the entries of other ranks. Blocks as long as the store does."""
+    def refresh(
+        self, ranks: Iterable[int], only_hubs: bool = False, again: Container[int] = frozenset()
+    ) -> None:
+        """Read the entries of other ranks. Blocks as long as the store does.
+
+        Args:
+            ranks: The other ranks.
+            only_hubs: Whether the entries of the hubs are enough.
+            again: Ranks whose entry may have changed.
+        """
         store = self._store
         if store is None:
             return
         with self._lock:
-            for line in self._lines(store, ranks, _HUBS if only_hubs else _ROLL):
+            for line in self._lines(store, ranks, _HUBS if only_hubs else _ROLL, again):
                 entry = self._read(line)
                 if entry is not None:
                     self.entries[entry.rank] = entry
 
-    def _lines(self, store: PrefixStore, ranks: Iterable[int], roll: str) -> Iterable[str]:
+    def _lines(
+        self, store: PrefixStore, ranks: Iterable[int], roll: str, again: Container[int]
+    ) -> Iterable[str]:
         if store.has_extended_api():
             return store.get(roll).decode().splitlines() if store.check([roll]) else ()
-        keys = [f"{_ROLL}/{rank}" for rank in ranks if rank not in self.entries]
+        keys = [f"{_ROLL}/{rank}" for rank in ranks if rank not in self.entries or rank in again]
         return [store.get(key).decode().strip() for key in keys if store.check([key])]
 
     def _read(self, line: str) -> Entry | None:

@@ -43,6 +43,8 @@ AFTER_S = 1.0
 
 REFRESH_S = 2.0
 """How long a request waits for the store."""
+MOVES_S = 5.0
+"""How often the entries of silent ranks are read again."""
 
 NOTICE_S = 15.0
 """How long a rank holds itself for waited for without a repetition."""
@@ -118,6 +120,7 @@ class Member:
         self.watch: Watch | None = None
         self.hang: HangRecorder | None = None
         self.waiting_log: WaitingLog | None = None
+        self._next_move = 0.0
         self._notices: dict[Key, Notice] = {}
         self._notices_lock = threading.Lock()
         self._diagnosing = threading.Lock()
@@ -227,22 +230,41 @@ class Member:
             self.refresh(REFRESH_S)
         entries = self.directory.entries
         answers = self.gather([entries[rank] for rank in others if rank in entries], wanted, limit_s)
+        if moved := self._moved(answers):
+            answers |= self.gather(moved, wanted, limit_s)
         unknown = Answer(silence="it has no control plane: it never called observability.start, or not yet")
         found = {rank: answers.get(rank, unknown) for rank in world}
         return self._seen_from_outside(found)
 
-    def refresh(self, wait_s: float = 0.0, only_hubs: bool = False) -> None:
+    def _moved(self, answers: Mapping[int, Answer]) -> list[Entry]:
+        """Return the new entries of silent ranks: a program may have replaced its control plane."""
+        entries, now = self.directory.entries, time.monotonic()
+        silent = {
+            rank: entries[rank].url
+            for rank, answer in answers.items()
+            if answer.state is None and rank in entries
+        }
+        if not silent or now < self._next_move:
+            return []
+        self._next_move = now + MOVES_S
+        self.refresh(REFRESH_S, again=silent)
+        return [entries[rank] for rank, url in silent.items() if entries[rank].url != url]
+
+    def refresh(
+        self, wait_s: float = 0.0, only_hubs: bool = False, again: Container[int] = frozenset()
+    ) -> None:
         """Read the directory on a thread of its own: the process that serves the store may be stopped.
 
         Args:
             wait_s: How long to wait for that.
             only_hubs: Whether the entries of the hubs are enough.
+            again: Ranks whose entry may have changed.
         """
         with self._refreshing_lock:
             thread = self._refreshing
             if thread is None or not thread.is_alive():
                 thread = threading.Thread(
-                    target=self._refresh, args=(only_hubs,), name="dist2-job-directory", daemon=True
+                    target=self._refresh, args=(only_hubs, again), name="dist2-job-directory", daemon=True
                 )
                 self._refreshing = thread
                 thread.start()
@@ -253,10 +275,10 @@ class Member:
         if any(rank not in self.directory.entries for rank in self.world() if rank != self.rank):
             self._refresh()
 
-    def _refresh(self, only_hubs: bool = False) -> None:
+    def _refresh(self, only_hubs: bool = False, again: Container[int] = frozenset()) -> None:
         world = self.world()
         try:
-            self.directory.refresh(hubs_of(world) if only_hubs else world, only_hubs)
+            self.directory.refresh(hubs_of(world) if only_hubs else world, only_hubs, again)
         except (Dist2Error, RuntimeError) as error:  # the store is gone: the known entries must do
             log.debug("the store of the job cannot be read: %s", error)
 

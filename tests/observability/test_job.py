@@ -459,3 +459,28 @@ def test_a_notice_is_forgotten_once_nobody_repeats_it(monkeypatch: pytest.Monkey
 def test_waiting_after_must_be_a_time() -> None:
     with pytest.raises(InvalidUsageError, match="waiting_after_s"):
         observability.start(waiting_after_s=-1)
+
+
+def test_a_control_plane_that_took_the_place_of_another_one_is_found() -> None:
+    known, replaced, asked = threading.Event(), threading.Event(), threading.Event()
+    states: list[list[str]] = []
+
+    def body(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            with observability.start(pg, announce=False) as server:
+                until(lambda: all(each["state"] == "ok" for each in get(server, "/job")[1]["ranks"]))
+                known.set()
+                assert replaced.wait(SOON_S)
+                states.append([each["state"] for each in get(server, "/job")[1]["ranks"]])
+                asked.set()
+        else:
+            with observability.start(pg, announce=False):
+                assert known.wait(SOON_S)
+            with observability.start(pg, announce=False) as server:
+                until(lambda: len(get(server, "/job")[1]["ranks"]) == 2)
+                until(lambda: server._member.watch._published)  # type: ignore[union-attr]  # it watches
+                replaced.set()
+                assert asked.wait(SOON_S)
+
+    run_ranks(2, body, TENANTS[1])
+    assert states == [["ok", "ok"]]
