@@ -29,6 +29,7 @@ from support.warm_interpreter import warm_python
 import observability
 from dist2 import ProcessGroup
 from dist2.cli.app import cli
+from dist2.cli.bench.sizes import rate_text
 from observability.commands.control_plane import NO_ANSWER, ControlPlane, NoAnswerError
 from observability.commands.job_table import Frame
 from observability.commands.top import JobFeed
@@ -103,6 +104,8 @@ def test_rates_are_differences_on_the_clock_of_the_rank() -> None:
     assert "2 MB/s" in row_of(frame, 0)
     assert "4 MB/s" in row_of(frame, 0)
     assert "1 MB/s" in row_of(frame, 1)
+    told = [rate_text(rate) for rate in (0, 90.3, 999.7, 15_800)]
+    assert told == ["0 B/s", "90.3 B/s", "1 kB/s", "15.8 kB/s"]
     assert "MB/s" not in row_of(frame, 2), "another process took the place of this rank"
     assert "MB/s" not in text_of(Frame("http://h", now)), "one answer has no rate"
 
@@ -193,7 +196,7 @@ def test_one_frame_of_a_job_that_waits(tmp_path: Path) -> None:
     (waiting,) = [line for line in top.output.splitlines() if line.split()[:2] == ["0", "waiting"]]
     assert "all_reduce #51" in waiting
     assert "rank 2" in waiting
-    assert "0 MB/s" in waiting
+    assert "0 B/s" in waiting
     lines = top.output.splitlines()
     (culprit,) = [line for line in lines if line.split()[:2] == ["2", "waited"]]
     assert lines.index(culprit) < lines.index(waiting)

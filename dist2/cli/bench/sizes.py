@@ -39,12 +39,13 @@ def time_text(seconds: float | None) -> str:
 
 
 def rate_text(bytes_a_second: float | None) -> str:
-    """Return a rate in MB/s or GB/s, powers of ten; a dash for None."""
+    """Return a rate in GB/s, MB/s, kB/s or B/s, powers of ten; a dash for None."""
     if bytes_a_second is None:
         return "-"
-    if bytes_a_second < 1e9:
-        return f"{bytes_a_second / 1e6:.3g} MB/s"
-    return f"{bytes_a_second / 1e9:.3g} GB/s"
+    for unit, factor in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
+        if bytes_a_second >= 0.9995 * factor:  # three digits
+            return f"{bytes_a_second / factor:.3g} {unit}"
+    return f"{bytes_a_second:.3g} B/s"
 
 
 def ratio_text(ratio: float) -> str:

@@ -51,7 +51,7 @@ function stepOf(rank) {
   if (!step) return "";
   const percent = part => `${Math.round(100 * part / step.step_s)} %`;
   const loop = rank.steps.length > 1 ? `${rank.steps[0].name} ` : "";
-  return `${loop}#${step.number} ${duration(step.step_s)}, ${percent(step.operations_s)} in operations, ${percent(step.waited_s)} waiting`;
+  return `${loop}#${step.number} ${duration(step.step_s)}, ${percent(step.operations_s)} operations, ${percent(step.waited_s)} waiting`;
 }
 
 // Groups of one dimension share a column, such as tp-0 and tp-1: their names differ in numbers, and they are disjoint.
@@ -84,7 +84,7 @@ function showGrid(job, works, chosen, choose) {
   $("grid").classList.toggle("dense", job.ranks.length > MANY);
   table("grid", [
     { title: "Rank", header: true }, { title: "State" }, ...names.map(name => ({ title: name, mono: true })),
-    { title: "Main thread", mono: true, wide: true }, ...(loops ? [{ title: "Last step" }] : []), { title: "Process", mono: true }, { title: "Clock offset", hint: "Against the asked rank" },
+    { title: "Main thread", mono: true, wide: true }, ...(loops ? [{ title: "Last step", wide: true }] : []), { title: "Process", mono: true }, { title: "Clock offset", hint: "Against the asked rank" },
   ], some.map(rank => () => {
     const [sign, tone] = STATES[rank.state], state = { text: `${sign} ${rank.state}`, tone, spoken: rank.state };
     const button = { text: String(rank.rank), spoken: `Show rank ${rank.rank}`, press: () => choose(rank.rank), pressed: rank.rank === chosen };
