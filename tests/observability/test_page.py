@@ -545,3 +545,14 @@ def test_the_headline_says_how_a_process_died_and_the_page_of_another_rank_is_of
         link = page.get_by_role("link", name="Page of rank 1", exact=True)
         assert link.get_attribute("href") == "http://127.0.0.1:20001/#token=t"
         assert page.get_by_role("link", name="Page of rank 0", exact=True).count() == 0
+
+
+def test_no_rank_is_at_work_after_the_end(browser: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = {"words": "rank 6 was killed by SIGKILL", "code": 137, "incident": ""}
+    headline = f"The job has ended: {ended['words']}"
+    told = {**job_of(64), "headline": headline, "tone": "bad", "ended": ended}
+    monkeypatch.setitem(globals(), "job_of", lambda *_: told)
+    with browsing_job(browser, 64, "run") as page:
+        see(page, "#state-title", headline)
+        see(page, "#tile-ranks", "0 of 64")
+        see(page, "#ranks-note", "as they were at the last answer, before the end")

@@ -92,7 +92,8 @@ function showGrid(job, works, chosen, choose) {
     return [button, state, ...names.map(name => cellOf(rank, rank.groups.filter(group => columnOf(group) === name), late, broken)), rank.main.place, ...(loops ? [stepOf(rank)] : []),
       `${rank.host}:${rank.pid}`, `${(rank.clock_offset_s * 1e3).toFixed(2)} ± ${(rank.clock_error_s * 1e3).toFixed(2)} ms`];
   }), "No answer yet.");
-  setText($("ranks-note"), `${grouped(job.answered)} of ${plural(job.world_size, "rank")} answered within ${duration(job.took_s)}`);
+  setText($("ranks-note"), job.ended ? "as they were at the last answer, before the end"
+    : `${grouped(job.answered)} of ${plural(job.world_size, "rank")} answered within ${duration(job.took_s)}`);
 }
 
 function showInFlight(works) {
@@ -201,9 +202,9 @@ function showState(job, look) {
 export function showJob(job, chosen, choose, look) {
   const works = inFlight(job), well = job.ranks.filter(rank => rank.state === "ok").length;
   showState(job, look);
-  setText($("tile-ranks"), `${grouped(well)} of ${grouped(job.world_size)}`);
+  setText($("tile-ranks"), `${grouped(job.ended ? 0 : well)} of ${grouped(job.world_size)}`);
   const others = Object.keys(STATES).slice(1).map(state => [state, job.ranks.filter(rank => rank.state === state).length]).filter(([, n]) => n);
-  setText($("tile-ranks-note"), others.map(([state, n]) => `${grouped(n)} ${state}`).join(", ") || "none waits");
+  setText($("tile-ranks-note"), others.map(([state, n]) => `${grouped(n)} ${state}`).join(", ") || (job.ended ? "at the end, all worked" : "none waits"));
   showGrid(job, works, chosen, choose);
   showInFlight(works);
   showErrors(job);
