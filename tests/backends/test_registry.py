@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import subprocess
-import sys
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 from support.ranks import Tenant, run_ranks
+from support.warm_interpreter import whole_python
 from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed import ProcessGroupGloo
 
@@ -228,6 +228,8 @@ FORGOTTEN = """
 import threading, warnings
 import torch, dist2
 
+warnings.simplefilter("always", ResourceWarning)
+
 stores = {{backend: dist2.HashStore() for backend in {backends}}}
 def rank_main(rank, backend):
     name, store = f"{{backend}}{{rank}}", stores[backend]
@@ -294,7 +296,7 @@ assert marked.wait(10)
 
 def test_the_end_of_the_process_waits_for_the_thread_that_ends_messages() -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", NO_LATE_THREADS + RECEIVING], capture_output=True, timeout=30, check=False
+        [*whole_python(), "-c", NO_LATE_THREADS + RECEIVING], capture_output=True, timeout=30, check=False
     )
     assert ended.returncode == 0, ended.stderr
 
@@ -302,7 +304,7 @@ def test_the_end_of_the_process_waits_for_the_thread_that_ends_messages() -> Non
 @pytest.mark.parametrize("end", ["", "pg.abort()"])
 def test_the_end_of_the_process_waits_for_threads_inside_torch(end: str) -> None:
     program = NO_LATE_THREADS + ENDING.format(end=end)
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=30, check=False)
+    ended = subprocess.run([*whole_python(), "-c", program], capture_output=True, timeout=30, check=False)
     assert ended.returncode == 0, ended.stderr
 
 
@@ -316,7 +318,7 @@ def test_a_forgotten_group_is_named_at_exit_and_never_hangs(
 ) -> None:
     program = NO_LATE_THREADS + FORGOTTEN.format(backends=backends, world=world, options=options)
     ended = subprocess.run(
-        [sys.executable, "-W", "always::ResourceWarning", "-c", program],
+        [*whole_python(), "-c", program],
         capture_output=True,
         text=True,
         timeout=30,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ import torch
 from drill.holdings import holdings, kept_since, segments, segments_since
 from support.programs import run
 from support.time_limits import in_time
-from support.warm_interpreter import warm_python
+from support.warm_interpreter import warm_python, whole_python
 
 import dist2
 from dist2 import Dist2Error, GroupAbortedError, HashStore, PeerLostError, ProcessGroup
@@ -308,11 +307,12 @@ def test_a_rank_whose_links_and_memory_are_closed_has_left(
 
 
 FORGOTTEN = """
-import sys, threading
+import sys, threading, warnings
 from contextlib import suppress
 import torch, dist2
 from dist2.backends.socket.transport.node import Node
 
+warnings.simplefilter("always", ResourceWarning)
 transport, end = sys.argv[1:]
 store, nodes, groups = dist2.HashStore(), [Node(), Node()], {}
 
@@ -353,7 +353,7 @@ raise ZeroDivisionError
 @pytest.mark.parametrize(("transport", "end", "code"), [("shm", "exit", 3), ("tcp", "error", 1)])
 def test_groups_forgotten_in_any_state_end_with_the_process(transport: str, end: str, code: int) -> None:
     before = segments()
-    ended = run([sys.executable, "-W", "always::ResourceWarning", "-c", FORGOTTEN, transport, end])
+    ended = run([*whole_python(), "-c", FORGOTTEN, transport, end])
     assert ended.code == code, ended
     for name in ("idle", "collective", "receive", "queued"):
         assert ended.errors.count(f"ResourceWarning: <ProcessGroup {name!r} socket") == 2, ended

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import textwrap
 import time
 from typing import Any
@@ -12,7 +11,7 @@ from support.programs import Ended, run, start
 from support.stores import leaving_nothing, server, unused_port
 from support.time_limits import in_time
 from support.torch_features import needs
-from support.warm_interpreter import warm_python
+from support.warm_interpreter import warm_python, whole_python
 
 TORCH_CLIENT = """
 import json, sys
@@ -201,5 +200,5 @@ for module in (early, dist2.store.base):  # as where C holds them
 
 
 def test_a_store_that_outlives_its_module_says_nothing_at_the_end() -> None:
-    ended = run([sys.executable, "-c", KEPT_TO_THE_END])
+    ended = run([*whole_python(), "-c", KEPT_TO_THE_END])
     assert ended == Ended(0, "", ""), ended

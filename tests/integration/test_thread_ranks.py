@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from support.oracle import extremes
 from support.processes import DIED, answers_of, started
 from support.threads import ends_of
+from support.warm_interpreter import whole_python
 
 import dist2
 from dist2 import BackendUnavailableError, PeerLostError, ProcessGroup
@@ -117,7 +117,7 @@ print("the end", flush=True)
 
 def test_a_process_ends_whatever_its_ranks_wait_for() -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=30, check=False
+        [*whole_python(), "-c", PROGRAM], capture_output=True, text=True, timeout=30, check=False
     )
     assert ended.returncode == 0, ended
     assert ended.stdout == "the end\n"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import resource
 import subprocess
-import sys
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
 import torch
+from support.warm_interpreter import whole_python
 
 import dist2
 from dist2 import ProcessGroup
@@ -131,12 +131,13 @@ def test_memory_stays_the_same(pg: ProcessGroup) -> None:
 
 def test_the_process_ends_well_with_works() -> None:
     program = (
-        "import dist2, torch\n"
+        "import dist2, torch, warnings\n"
+        "warnings.simplefilter('error')\n"
         "pg = dist2.new_group('fake', store=dist2.HashStore(), rank=0, world_size=1)\n"
         "works = [pg.all_reduce(torch.ones(1)) for _ in range(20)]\n"
         "del works\n"
         "pg.barrier()\n"
         "pg.shutdown()\n"
     )
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, timeout=50)
+    done = subprocess.run([*whole_python(), "-c", program], capture_output=True, timeout=50)
     assert (done.returncode, done.stderr) == (0, b"")

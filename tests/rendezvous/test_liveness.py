@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from support.warm_interpreter import whole_python
 
 from dist2 import HashStore
 from dist2.errors import (
@@ -87,7 +87,7 @@ def test_a_wait_for_ranks_is_aborted_and_the_others_hear_of_it() -> None:
 def test_a_rank_that_came_too_late_to_watch_a_process_lets_others_tell_how_it_ended() -> None:
     """It said ``died`` where another rank, a little later, would have said by which signal."""
     program = "from dist2.runtime.other_process import Process; print(Process.here().text)"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    ended = subprocess.run([*whole_python(), "-c", program], capture_output=True, text=True, timeout=50)
     process = Process.read(ended.stdout.strip())
     assert process is not None
     store = HashStore()

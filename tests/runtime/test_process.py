@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from support.warm_interpreter import whole_python
+
 PROGRAM = """
 import os, threading
 import dist2.group  # its modules have steps of their own
@@ -37,7 +39,7 @@ os.wait()
 
 def test_every_step_runs_in_order_though_one_raises() -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False
+        [*whole_python(), "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False
     )
     assert ended.stdout.splitlines() == ["child's stores", "child's groups", "groups", "stores"]
     assert "OSError: of the step" in ended.stderr
@@ -47,7 +49,7 @@ def test_every_step_runs_in_order_though_one_raises() -> None:
 def test_a_lack_of_memory_at_exit_prints_nothing() -> None:
     program = PROGRAM.replace('OSError("of the step")', "MemoryError")
     ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+        [*whole_python(), "-c", program], capture_output=True, text=True, timeout=60, check=False
     )
     assert ended.stdout.splitlines()[-2:] == ["groups", "stores"]
     assert "Error" not in ended.stderr.replace("OSError: of the child's step", "")

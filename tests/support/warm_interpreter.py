@@ -4,15 +4,15 @@ A server has imported torch and the other projects that dist2 imports, but neith
 their imports may depend on the program's environment. For each client (see `warm_client`) the server forks.
 The fork takes the client's descriptors, environment, folder and processors, returns from `serve` to the top
 level of the interpreter, and runs the program there. So the program ends like any other: uncaught exceptions,
-waits for threads, exit handlers. It does not clear modules in the end, which takes as long as their import.
-The server tells the client the exit status.
+waits for threads, exit handlers. It does not clear modules in the end, which takes half a second, unless the
+client is that of `whole_python`. The server tells the client the exit status.
 
 A program that starts others by `sys.executable`, as launchers do, can have them started so too: see
 `warm_executable`.
 
-Not for tests of the time of imports, of options of the interpreter, or of objects that outlive exit handlers,
-nor for programs with their own terminal or namespace, nor for ranks that MPI's launchers start: mpi4py
-finalizes MPI after the last exit handler, and MPICH's launcher kills the others if a rank ends before.
+Not for tests of the time of imports or of options of the interpreter, nor for programs with their own
+terminal or namespace, nor for ranks that MPI's launchers start: mpi4py finalizes MPI after the last exit
+handler, and MPICH's launcher kills the others if a rank ends before.
 """
 
 from __future__ import annotations
@@ -77,6 +77,11 @@ def warm_python() -> list[str | Path]:
     return [sys.executable, "-I", "-S", CLIENT, path]
 
 
+def whole_python() -> list[str | Path]:
+    """Return the same for a program that ends as an interpreter does: that needs objects to the very end."""
+    return [*warm_python(), WHOLE]
+
+
 _shared: list[str] = []
 """The socket of the server that this process shares with others, if any."""
 
@@ -108,6 +113,8 @@ def start_server() -> str:
     return path
 
 
+WHOLE = "--whole"
+"""First argument of a program of `whole_python`."""
 CHILDREN = "--children"
 """First argument of a program whose `sys.executable` is to be `warm_executable`."""
 
@@ -262,6 +269,10 @@ def _adopt(path: str, fds: list[int], own_modules: list[str]) -> Callable[[], ob
     for name in own_modules:
         del sys.modules[name]
     kind, *arguments = request["arguments"]
+    run = _run
+    if kind == WHOLE:
+        run = _run_whole
+        kind, *arguments = arguments
     if kind == CHILDREN:
         sys.executable = str(Path(path).with_name("python"))
         kind, *arguments = arguments
@@ -275,20 +286,24 @@ def _adopt(path: str, fds: list[int], own_modules: list[str]) -> Callable[[], ob
         sys.argv = arguments
         sys.modules.pop(arguments[0], None)
         module = functools.partial(runpy.run_module, arguments[0], run_name="__main__", alter_sys=True)
-        return functools.partial(_run, module)
+        return functools.partial(run, module)
     main = ModuleType("__main__")
     sys.modules["__main__"] = main
     if kind == "-c":
         sys.path.insert(0, "")
         sys.argv = ["-c", *arguments[1:]]
         code = compile(arguments[0], "<string>", "exec")
-        return functools.partial(_run, functools.partial(exec, code, vars(main)))
+        return functools.partial(run, functools.partial(exec, code, vars(main)))
     sys.argv = [kind, *arguments]
     script = Path(kind) / "__main__.py" if Path(kind).is_dir() else Path(kind)
     sys.path.insert(0, str(script.parent.resolve()))
     main.__file__ = str(script)
     code = compile(script.read_bytes(), str(script), "exec")
-    return functools.partial(_run, functools.partial(exec, code, vars(main)))
+    return functools.partial(run, functools.partial(exec, code, vars(main)))
+
+
+def _run_whole(program: Callable[[], object]) -> None:
+    program()
 
 
 def _run(program: Callable[[], object]) -> None:
