@@ -14,12 +14,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from dist2.runtime.process import before_fork
+from dist2.runtime.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from dist2.group.public import *  # noqa: F403 - it lists its names
     from dist2.group.public import __all__ as __all__
-
-__version__ = "0.1.0"
 
 _ON_DEMAND = ("functional", "launch", "legacy", "torch_backend")
 

@@ -26,6 +26,7 @@ from dist2.runtime.arguments import check_names, check_rank, check_store, check_
 from dist2.runtime.config import Config, environment_flag
 from dist2.runtime.deadline import seconds
 from dist2.runtime.resources import scarce_resources
+from dist2.runtime.version import __version__
 from dist2.store import HashStore
 
 _NAN_CHECK = "TORCH_DIST_NAN_CHECK"
@@ -110,8 +111,8 @@ def new_group(
             `RendezvousTimeoutError`.
         ResourceError: The system refused descriptors, memory or a system call.
         PeerLostError: A rank failed or died while it built the group; the message says which and why.
-        InvalidUsageError: An argument is wrong, or differs between ranks; the message has the value of each
-            rank.
+        InvalidUsageError: An argument is wrong, or it or the version of dist2 differs between ranks; the
+            message has the value of each rank.
 
     Examples:
         >>> alone = dist2.new_group("socket", timeout=30, store=dist2.HashStore(), rank=0, world_size=1)
@@ -148,7 +149,8 @@ def new_group(
     with ExitStack() as building:
         scoped, uid = met.store, secrets.token_hex(6)
         if not alone:
-            asked = {"backend": repr(backend), "verify": repr(verified)}
+            # Other versions may lay out shared memory, or schedule an operation, in another way.
+            asked = {"dist2": __version__, "backend": repr(backend), "verify": repr(verified)}
             watch = join_group(met.store, rank, world_size, timeout_s, asked, name, met.roll)
             scoped = building.enter_context(watch)
             _check_backend(factory, checked_device, options)  # the block notifies waiting ranks

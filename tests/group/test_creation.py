@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as torch_dist
+from support.programs import run
 from support.stores import torch_server
 from support.threads import ends_of
+from support.warm_interpreter import warm_python
 
 import dist2
 from dist2 import HashStore, InvalidUsageError, OperationTimeoutError, ProcessGroup, WireError
@@ -83,6 +86,29 @@ def test_ranks_that_want_different_groups_are_all_told(
         assert isinstance(end, InvalidUsageError), end
         assert f"ranks cannot be built: {words}" in str(end)
     assert time.monotonic() - start < LONG_S / 2
+
+
+OTHER_VERSION = """
+import os, sys
+import dist2
+from dist2.group import creation
+
+rank = 0 if os.fork() else 1
+if rank == 1:
+    creation.__version__ = "0.0.9"  # as where another one is installed
+try:
+    dist2.new_group("socket", 20, store=dist2.FileStore(sys.argv[1], 2), rank=rank, world_size=2)
+except dist2.InvalidUsageError as error:
+    sys.stdout.write(f"{error}\\n")
+if rank == 0:
+    os.wait()
+"""
+
+
+def test_other_versions_of_dist2_are_named(tmp_path: Path) -> None:
+    ended = run([*warm_python(), "-c", OTHER_VERSION, tmp_path / "store"])
+    assert ended.code == 0, ended
+    assert ended.output.count(f"dist2 is {dist2.__version__} on rank 0 and 0.0.9 on rank 1") == 2, ended
 
 
 def test_who_came_and_did_not_go_on_is_not_said_to_be_missing() -> None:
