@@ -299,8 +299,9 @@ def test_messages_nobody_receives_do_not_hold_up_collectives(make: Callable[[int
 
 def test_cancelled_messages_give_their_credit_back(make: Callable[[int], World]) -> None:
     first, second = make(2).group()
+    announced = text_of(EAGER_BYTES + 1)
     for _ in range(CREDIT_BYTES // FRAME_COST // 1000):
-        first.cancel([send(first, 1, text_of(EAGER_BYTES + 1), 9) for _ in range(1000)])
+        first.cancel([send(first, 1, announced, 9) for _ in range(1000)])
     # The following sends need credit, and the receiver must have reported some.
     sends = [send(first, 1, text_of(EAGER_BYTES, nth)) for nth in range(16)]
     got: list[bytes] = []
