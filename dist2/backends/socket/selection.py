@@ -62,13 +62,13 @@ def _all_reduce(request: Request, limits: Thresholds) -> str:
     if request.is_hierarchical:
         return "hosts_whole" if _sent_twice(request) <= limits.whole_bytes else "hosts_direct"
     crowded = world_size > limits.crowd
-    if request.any_order and nbytes <= limits.doubling_bytes and _pairs_up(world_size):
+    if request.any_order and nbytes <= limits.doubling_bytes and request.is_paired and world_size > 2:
         return "doubling"
     if _sent_twice(request) <= limits.whole_bytes:
         return "bruck" if crowded else "whole"
     if not crowded or not request.any_order:
         return "direct"
-    return "halving" if _pairs_up(world_size) else "ring"
+    return "halving" if request.is_paired else "ring"
 
 
 def _reduce(request: Request, limits: Thresholds) -> str:
@@ -141,11 +141,6 @@ _CHOICES: dict[OpKind, Callable[[Request, Thresholds], str]] = {
 
 def _nbytes(request: Request) -> int:
     return sum(request.counts) * request.itemsize
-
-
-def _pairs_up(world_size: int) -> bool:
-    """Return whether ranks can exchange in pairs, in more than one round: a power of two."""
-    return world_size > 2 and world_size & (world_size - 1) == 0
 
 
 def _sent_twice(request: Request) -> int:

@@ -58,7 +58,7 @@ class Algorithm:
         """Return whether it can serve a request at all."""
         if request.family is not self.family or not (self.ordered or request.any_order):
             return False
-        if self.paired and request.world_size & (request.world_size - 1):
+        if self.paired and not request.is_paired:
             return False
         # A slot must hold at least an element of each part.
         if self.hierarchical:

@@ -78,6 +78,11 @@ class Request:
         return not self.layout and self.capacity >= self.world_size
 
     @property
+    def is_paired(self) -> bool:
+        """Whether the ranks can exchange in pairs, each round with others: their number is a power of two."""
+        return self.world_size & (self.world_size - 1) == 0
+
+    @property
     def is_hierarchical(self) -> bool:
         """Whether there are several hosts, several ranks on one, and enough shared memory there."""
         return bool(self.layout) and self.hosts.is_hierarchical and self.capacity >= 8 * self.world_size
