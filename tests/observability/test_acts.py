@@ -330,7 +330,7 @@ def test_a_unix_socket_is_an_alternative(pg: dist2.ProcessGroup, tmp_path: Path)
         assert path.stat().st_mode & 0o777 == 0o600
         assert server.url.startswith("unix://")
         health = json.loads(observability.fetch(f"{server.url}/healthz", server.token))
-        assert health["status"] == "ok"
+        assert health["status"] == "ok", health
         assert CliRunner().invoke(cli, ["why", str(path)]).output.startswith("Nothing waits")
         assert observability.read_metrics(server.url, server.token).value("dist2_build_info") == 1
         with pytest.raises(HTTPError, match="401") as refused:
