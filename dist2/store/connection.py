@@ -62,9 +62,8 @@ class Connection:
         usage.opened("store")
         # A store that is dropped while a traceback refers to it ends in a cycle, and parts of a cycle
         # are finalised in any order; this closes the socket first. Nor need an interrupted clean-up do it.
-        self.close = weakref.finalize(self, _close, stream)
-        """Free the socket; no thread may be using it. May be called twice."""
-        self.close.atexit = False
+        self._finalize = weakref.finalize(self, _close, stream)
+        self._finalize.atexit = False
 
     @classmethod
     def open(
@@ -288,6 +287,11 @@ class Connection:
         if reply is None or self.receive(deadline) is None:
             raise self._too_late("cancel_wait", deadline)
         return True
+
+    def close(self) -> None:
+        """Free the socket; no thread may be using it. May be called twice."""
+        self._finalize()
+        self._socket.close()  # finalizers do nothing any more while the process ends
 
     def shut(self) -> None:
         """End the connection, from any thread: a waiting call raises `StoreConnectionError`."""

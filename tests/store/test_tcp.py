@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from support.captured_logs import logged
+from support.programs import run
 from support.raising_handlers import interrupted
 from support.stores import exit_code, forked, leaving_nothing, server, torch_server, unused_port
 from support.threads import together
@@ -810,6 +812,19 @@ def test_a_forgotten_store_closes_itself() -> None:
     del forgotten
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(place, 5)
+
+
+LEFT_OPEN = """
+import dist2
+store = dist2.TCPStore("127.0.0.1", 0, None, True)
+store.set("key", "value")
+"""
+
+
+def test_a_store_that_is_open_at_the_end_of_the_process_closes_its_socket() -> None:
+    ended = run([sys.executable, "-W", "always::ResourceWarning", "-c", LEFT_OPEN])
+    assert ended.code == 0, ended
+    assert "ResourceWarning" not in ended.errors, ended
 
 
 def test_256_clients_meet_at_a_barrier(master: dist2.TCPStore) -> None:
