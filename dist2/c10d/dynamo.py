@@ -33,6 +33,11 @@ _CONSTANT_METHODS = ("rank", "size", "_get_backend_name", "__eq__", "__ne__")
 """Methods that torch itself takes for constants."""
 
 
+_REASON = (
+    "dist2 runs outside of graphs: with fullgraph=True call dist2.functional or torch's functional collectives"
+)
+
+
 def keep_out(package: str) -> None:
     """Have Dynamo leave alone all functions of a package that have been defined so far."""
     for name, module in list(sys.modules.items()):
@@ -41,7 +46,7 @@ def keep_out(package: str) -> None:
                 if function.__name__ in _TRACED:
                     continue
                 function._torchdynamo_disable = True  # type: ignore[attr-defined]  # as torch's decorator
-                function._torchdynamo_disable_msg = "dist2 runs as it is"  # type: ignore[attr-defined]  # its reason
+                function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]  # shown with fullgraph=True
                 for code in _codes(function.__code__):
                     leave_code_alone(code)
 

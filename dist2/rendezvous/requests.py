@@ -12,6 +12,7 @@ import json
 import secrets
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
+from multiprocessing import current_process
 from typing import Any
 
 import attrs
@@ -188,6 +189,11 @@ def started_twice(rank: int, found: JoinRequest | None, here: Process) -> Verdic
         return two_threads(rank, here)
     other = "a process that cannot be read" if found is None else str(found.process)
     words = f"{rank_names([rank])} was started twice: as {other} and as {here}"
+    if getattr(current_process(), "_inheriting", False):  # as multiprocessing tells it itself
+        words += (
+            ", a worker of multiprocessing that imports the program: make groups below `if __name__ == "
+            "'__main__':`"
+        )
     return Verdict(Outcome.DUPLICATE_RANK, words)
 
 

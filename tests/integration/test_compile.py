@@ -260,6 +260,15 @@ def test_legacy_calls_in_a_compiled_function() -> None:
         dist.destroy_process_group()
 
 
+def test_a_call_that_would_break_a_whole_graph_says_what_to_call(pg: ProcessGroup) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        dist2.legacy.all_reduce(x, group=pg)
+        return x
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"call dist2\.functional or torch's functional"):
+        torch.compile(step, backend="aot_eager", fullgraph=True)(torch.ones(2))
+
+
 # Modules on two ranks
 
 

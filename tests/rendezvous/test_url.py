@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from support.captured_logs import logged
+from support.programs import run
 from support.stores import exit_code, forked, leaving_nothing, torch_server, unused_port
 from support.threads import ends_of, together
 from support.time_limits import in_time
@@ -235,6 +237,25 @@ def test_a_rank_that_is_started_twice_is_named(tmp_path: Path) -> None:
         exit_code(child)
         os.close(ready)
         os.close(answer)
+
+
+UNGUARDED = """
+import multiprocessing, sys
+import dist2
+with dist2.new_group("socket", init_method=sys.argv[1], rank=0, world_size=1):
+    worker = multiprocessing.get_context("spawn").Process(target=print)
+    worker.start()
+    worker.join()
+"""
+
+
+def test_a_worker_that_imports_the_program_is_told_what_to_do(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(UNGUARDED)
+    ended = run([sys.executable, program, f"file://{tmp_path / 'store'}"])
+    assert ended.code == 0, ended
+    told = "a worker of multiprocessing that imports the program: make groups below `if __name__"
+    assert re.search(rf"RendezvousError: .*rank 0 was started twice: .*, {told}", ended.errors), ended
 
 
 def test_a_rank_that_gave_up_and_comes_again_is_not_started_twice(tmp_path: Path) -> None:
