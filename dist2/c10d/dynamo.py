@@ -34,7 +34,8 @@ _CONSTANT_METHODS = ("rank", "size", "_get_backend_name", "__eq__", "__ne__")
 
 
 _REASON = (
-    "dist2 runs outside of graphs: with fullgraph=True call dist2.functional or torch's functional collectives"
+    "dist2 runs outside of graphs: "
+    "with fullgraph=True call dist2.functional or torch's functional collectives"
 )
 
 

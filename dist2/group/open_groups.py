@@ -146,6 +146,13 @@ def leave(group: ProcessGroup) -> bool:
         return True
 
 
+def restore_cause(error: BaseException, group: ProcessGroup) -> None:
+    """Make a group's failure the cause of an error in which torch's C++ has its text alone, as of DDP."""
+    fault = group._runner.fault
+    if fault is not None and type(error) is RuntimeError and not error.__cause__ and str(fault) in str(error):
+        error.__cause__ = fault
+
+
 @in_child(InChild.GROUPS)
 def _forbid_in_child() -> None:
     """After a fork: a group's links and numbers belong to the parent."""
@@ -176,6 +183,8 @@ def _end_forgotten() -> None:
     forgotten = open_groups()
     error = raised()
     if error is not None:
+        for group in forgotten:
+            restore_cause(error, group)
         report(error)
     failure = error or _failure_of(forgotten)
     warned = [_never_closed(group) for group in forgotten]  # says which are open: not for long

@@ -486,6 +486,7 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
     @holds_no_lock
     def _abort_for(self, error: BaseException) -> None:
         """Abort, and tell the other ranks the reason, which their errors then name."""
+        open_groups.restore_cause(error, self)
         if not self.is_closed and self._runner.fault is None:
             self.backend.leaves_for(cause_of(error))
         self.abort()

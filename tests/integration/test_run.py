@@ -99,11 +99,20 @@ if pg.rank() == 1:
     with pg:
         raise ValueError("no data in shard 7")
 try:
-    pg.all_reduce(torch.ones(2))
-except dist2.PeerLostError as error:
+    {call}
+except RuntimeError as error:
     atexit.register(open, others_have_ended, "w")
-    raise RuntimeError("the step failed") from error
+    {end}
 """
+CALLS = {
+    "a call": ("pg.all_reduce(torch.ones(2))", "raise RuntimeError('the step failed') from error"),
+    "torch": ("pg.all_reduce(torch.ones(2), async_op=True).get_future().wait()", "raise"),  # as DDP's reducer
+    "torch, in a block": (
+        "with pg: pg.all_reduce(torch.ones(2), async_op=True).get_future().wait()",
+        "raise",
+    ),
+}
+"""Ways in which the failure of a group ends a rank."""
 
 
 def test_the_rank_that_others_wait_for_is_named_as_the_cause(tmp_path: Path) -> None:
@@ -117,8 +126,11 @@ def test_the_rank_that_others_wait_for_is_named_as_the_cause(tmp_path: Path) -> 
     assert "rank 2 (rank 1 of tp, host " in note, ended
 
 
-def test_the_error_that_made_others_fail_is_named_although_they_end_first(tmp_path: Path) -> None:
-    ended = run(command("-n", "3", written(tmp_path, SLOW_TO_END), tmp_path / "others have ended"))
+@pytest.mark.parametrize("way", CALLS)
+def test_the_error_that_made_others_fail_is_named_although_they_end_first(way: str, tmp_path: Path) -> None:
+    call, end = CALLS[way]
+    program = written(tmp_path, SLOW_TO_END.replace("{call}", call).replace("{end}", end))
+    ended = run(command("-n", "3", program, tmp_path / "others have ended"))
     assert ended.code == 1, ended
     note = ended.errors.splitlines()[-1]
     assert note == (
@@ -227,11 +239,14 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     assert (process.returncode, output) == (-signal.SIGKILL, "")
 
 
-def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("count", "words"), [("0", "must be at least 1, got 0"), ("two", "must be an integer, got 'two'")]
+)
+def test_wrong_arguments(count: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        main(["-n", "0", "x.py"])
+        main(["-n", count, "x.py"])
     assert end.value.code == 2
-    assert "must be at least 1, got 0" in capsys.readouterr().err
+    assert words in capsys.readouterr().err
 
 
 def test_a_program_from_standard_input_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
