@@ -515,3 +515,25 @@ def test_elements_share_memory_where_a_stride_of_zero_has_two_of_them(
     tensor = torch.ones(3, 1).as_strided((rows, extent), (1, 0))
     with pytest.raises(InvalidUsageError, match="share memory") if is_shared else nullcontext():
         check_writable(tensor, "output")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda pg: pg.all_gather_v(pair(3), ones(4)), "outputs[1] has shape [3] (3 elements), but input"),
+        (
+            lambda pg: pg.reduce_scatter_v(ones(4), pair(3)),
+            "inputs[1] has shape [3] (3 elements), but output",
+        ),
+        (
+            lambda pg: pg.all_to_all(pair(3), [ones(3), ones(4)]),
+            "outputs[1] has shape [3] (3 elements), but inputs[1]",
+        ),
+    ],
+)
+def test_a_ranks_own_part_of_another_size_is_named(wrong: Call, words: str) -> None:
+    with (
+        dist2.new_group("fake", rank=1, world_size=2) as pg,
+        pytest.raises(InvalidUsageError, match=f"^{re.escape(words)}"),
+    ):
+        wrong(pg)
