@@ -32,11 +32,12 @@ from dist2.launch.meeting import HOST, rank_environment, serve_ranks
 from dist2.runtime.arguments import as_int
 from dist2.runtime.config import child_environment
 from dist2.runtime.deadline import FOREVER_NS, deadline_in, remaining_s, seconds
-from dist2.runtime.exit_report import blamed
 from dist2.runtime.other_process import was_killed_by
 from dist2.runtime.rank_names import rank_names
 
 Result = TypeVar("Result")
+_Failed = tuple[BaseException, str, list[int]]
+"""An exception, its traceback, and the ranks that it names as its cause."""
 GRACE_S = 5.0
 """How long the other ranks may take, after one has failed, to report their own exceptions."""
 _CHUNK_BYTES = 1 << 16
@@ -195,7 +196,7 @@ class _Rank:
         except (EOFError, OSError):
             return
         except Exception as error:  # noqa: BLE001 - an object may raise anything as it is loaded
-            succeeded, content = False, (_unloaded(error), "")
+            succeeded, content = False, (_unloaded(error), "", [])
         self.answer = succeeded, content
 
     def ended(self) -> None:
@@ -205,7 +206,7 @@ class _Rank:
             self.take_answer()
         if self.answer is None:
             how = was_killed_by(-code) if code < 0 else f"exited with code {code}"
-            self.answer = False, (RuntimeError(f"the process {how}"), "")
+            self.answer = False, (RuntimeError(f"the process {how}"), "", [])
 
     def kill(self) -> None:
         """End it and its session."""
@@ -286,23 +287,23 @@ class _Job:
             if self._cause is None
             else f"it had not returned {GRACE_S:g} s after {rank_names([self._cause])} had failed"
         )
-        answers = [each.answer or (False, (late, "")) for each in self._ranks]
+        answers: list[tuple[bool, Any]] = [each.answer or (False, (late, "", [])) for each in self._ranks]
         if all(succeeded for succeeded, _ in answers):
             return [content for _, content in answers]
         failed = {rank: content for rank, (succeeded, content) in enumerate(answers) if not succeeded}
         first = self._cause if self._cause is not None else min(failed)
-        for rank in blamed(failed[first][0]):  # one that failed because of another one
-            if rank in failed and not blamed(failed[rank][0]):
+        for rank in failed[first][2]:  # one that failed because of another one
+            if rank in failed and not failed[rank][2]:
                 first = rank
                 break
         raise _failure(failed, first, self._cause is not None) from failed[first][0]
 
 
-def _failure(failed: dict[int, tuple[BaseException, str]], first: int, is_cause: bool) -> RanksFailedError:
+def _failure(failed: dict[int, _Failed], first: int, is_cause: bool) -> RanksFailedError:
     order = [first, *(rank for rank in failed if rank != first)]
     texts = []
     for rank in order:
-        error, trace = failed[rank]
+        error, trace, _ = failed[rank]
         texts.append(f"{rank_names([rank])}: {trace.rstrip() or f'{type(error).__name__}: {error}'}")
     cause = f", {rank_names([first])} as the cause" if is_cause else ""
     return RanksFailedError(

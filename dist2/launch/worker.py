@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from types import CodeType, FunctionType
 from typing import Any
 
+from dist2.runtime.exit_report import blamed
 from dist2.runtime.signals import holds_no_lock
 
 
@@ -73,9 +74,10 @@ def _dumped(answer: object) -> bytes:
 def _dumped_error(error: BaseException) -> bytes:
     own = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without `main`
     text = "".join(traceback.format_exception(type(error), error, own))
+    blames = blamed(error)  # pickle loses the error that it was raised from
     try:
-        data = _dumped((False, (error, text)))
+        data = _dumped((False, (error, text, blames)))
         pickle.loads(data)
     except Exception:  # noqa: BLE001 - an exception with fields of its own may fail in any way
-        data = _dumped((False, (RuntimeError(f"{type(error).__name__}: {error}"), text)))
+        data = _dumped((False, (RuntimeError(f"{type(error).__name__}: {error}"), text, blames)))
     return data

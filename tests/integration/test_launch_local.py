@@ -8,6 +8,7 @@ import select
 import signal
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 from support.programs import start
 from support.warm_interpreter import CHILDREN, warm_executable, warm_python
 
-from dist2 import InvalidUsageError, launch
+from dist2 import InvalidUsageError, PeerLostError, RanksFailedError, launch
 from dist2.launch.meeting import rank_environment
 
 CALLS = """
@@ -121,6 +122,24 @@ def test_a_program_calls_functions_on_ranks_and_is_killed() -> None:
         "True True 1",
         "ranks 0, 1 failed",
     ]
+
+
+def test_the_rank_that_an_error_blames_by_its_cause_comes_first(tmp_path: Path) -> None:
+    def fails() -> None:
+        pid = tmp_path / "pid"
+        if os.environ["RANK"] == "0":
+            (tmp_path / "new").write_text(str(os.getpid()))
+            (tmp_path / "new").rename(pid)
+            raise RuntimeError("the step failed") from PeerLostError("rank 1 aborted the group", ranks=(1,))
+        while not pid.exists():
+            time.sleep(0.01)
+        with suppress(ProcessLookupError):
+            select.select([os.pidfd_open(int(pid.read_text()))], [], [])
+        raise ValueError("no data in shard 7")
+
+    with pytest.raises(RanksFailedError, match=r"^ranks 0, 1 failed, rank 1 as the cause\n") as failure:
+        launch.local(fails, 2)
+    assert isinstance(failure.value.__cause__, ValueError)
 
 
 def test_ctrl_c_ends_ranks_and_the_processes_that_they_started() -> None:
