@@ -409,9 +409,14 @@ def rank_main(options: argparse.Namespace, ranks: int, rank: int, store_path: st
     store = store_at(store_path, ranks)
     referee = Referee(store, rank, ranks)
     sides = {}
-    for name, dist, backend in ((GLOO, torch.distributed, "gloo"), (DIST2, dist2.legacy, "socket")):
+    of_both: list[tuple[str, Any, dict[str, Any]]] = [
+        (GLOO, torch.distributed, {"backend": "gloo"}),
+        # torch has one default group: that of the other side
+        (DIST2, dist2.legacy, {"backend": "socket", "register_with_torch": False}),
+    ]
+    for name, dist, options_of in of_both:
         place = PrefixStore(name, store)
-        dist.init_process_group(backend, store=place, rank=rank, world_size=ranks, timeout=TIMEOUT)
+        dist.init_process_group(store=place, rank=rank, world_size=ranks, timeout=TIMEOUT, **options_of)
         sides[name] = Side(dist, rank, ranks)
     chosen = [name for name in CASES if any(word in name for word in options.cases)]
     figures = [
