@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from contextlib import suppress
@@ -140,10 +141,11 @@ def test_a_job_tells_its_slow_step_everywhere(monkeypatch: pytest.MonkeyPatch) -
     job = Job()
     run_ranks(2, job.body, SHM)
     told = json.loads(job.answers["/job"])
-    assert "step 8 took" in told["slow_step"]
+    took = re.compile("step 8( of job)? took")  # the name where other tests have others
+    assert took.search(told["slow_step"])
     assert "rank 1 computed for" in told["slow_step"]
     assert "rank 0 waited" in told["slow_step"]
-    (loop,) = [each for each in told["ranks"][0]["steps"] if each["name"] == "job"]  # other tests have others
+    (loop,) = [each for each in told["ranks"][0]["steps"] if each["name"] == "job"]
     assert [step["number"] for step in loop["latest"]] == [8, 17, 18, 19, 20]
     latest = loop["latest"][0]
     assert SLOW_S * 0.5 < latest["waited_s"] <= latest["operations_s"] <= latest["step_s"]
@@ -156,7 +158,7 @@ def test_a_job_tells_its_slow_step_everywhere(monkeypatch: pytest.MonkeyPatch) -
     console = Console(width=240)
     with console.capture() as captured:
         console.print(shown)
-    assert "Slow: step 8 took" in captured.get()
+    assert re.search(f"Slow: {took.pattern}", captured.get())
     assert "% waiting" in captured.get()
 
 
