@@ -289,12 +289,12 @@ def steps_of(
         >>> optimizer.step()
         >>> handle.remove()
     """
-    running = steps.begin()
+    label, running = label_text(name), steps.begin()
 
     def ended(*_: object) -> None:
         nonlocal running
-        if label_text(name) not in _inside.get():
-            steps.end(running, label_text(name), _rank_of(group))
+        if label not in _inside.get():
+            steps.end(running, label, _rank_of(group))
         running = steps.begin()
 
     return optimizer.register_step_post_hook(ended)

@@ -390,7 +390,7 @@ class Ledger:
         """
         rows = []
         for group in self._groups.values():
-            whole, stragglers = _merged(list(group.blocks)[-BLOCKS:]), group.found
+            whole = _merged(list(group.blocks)[-BLOCKS:])
             if whole.operations:
                 rows += [
                     {
@@ -399,7 +399,7 @@ class Ledger:
                         "late_s": whole.mean_late_ns(rank) / 1e9,
                         "share": whole.share(rank),
                         "operations": whole.operations,
-                        "judged": rank in stragglers or group.is_judged(rank, whole),
+                        "judged": rank in group.found or group.is_judged(rank, whole),
                     }
                     for rank in group.ranks
                 ]

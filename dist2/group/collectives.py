@@ -244,7 +244,8 @@ class Collectives(Planning):
         if plan is None:
             input = self._check(input, "input")
             outputs = self._check_parts(outputs, "outputs", input, "input", written=True)
-            self._check_own_part(outputs, "outputs", input, "input")
+            mine = self.info.rank
+            check.check_numel(input, "input", outputs[mine], f"outputs[{mine}]")
             plan = self._plan(_ALL_GATHER_V, None, (input,), outputs)
         return self._run(plan, (input,), outputs, async_op, timeout)
 
@@ -366,7 +367,8 @@ class Collectives(Planning):
         if plan is None:
             output = self._check(output, "output", written=True)
             inputs = self._check_parts(inputs, "inputs", output, "output")
-            self._check_own_part(inputs, "inputs", output, "output")
+            mine = self.info.rank
+            check.check_numel(output, "output", inputs[mine], f"inputs[{mine}]")
             plan = self._plan(_REDUCE_SCATTER_V, reduction, inputs, (output,), reduction=reduction)
         return self._run(plan, inputs, (output,), async_op, timeout)
 
@@ -540,7 +542,7 @@ class Collectives(Planning):
             check.check_same_dtype(inputs[0], "inputs[0]", inputs, "inputs")
             outputs = self._check_parts(outputs, "outputs", inputs[0], "inputs[0]", written=True)
             mine = self.info.rank
-            self._check_own_part(outputs, "outputs", inputs[mine], f"inputs[{mine}]")
+            check.check_numel(inputs[mine], f"inputs[{mine}]", outputs[mine], f"outputs[{mine}]")
             plan = self._plan(_ALL_TO_ALL, None, inputs, outputs)
         return self._run(plan, inputs, outputs, async_op, timeout)
 

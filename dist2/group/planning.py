@@ -93,11 +93,6 @@ class Planning(GroupParts):
         check.check_same_dtype(like, name, tensors, argument)
         return self._check_written(tensors, argument) if written else tensors
 
-    def _check_own_part(self, parts: Tensors, argument: str, like: torch.Tensor, name: str) -> None:
-        """Check that this rank's part has as many elements as another tensor; those of others may differ."""
-        rank = self.info.rank
-        check.check_same_numel(like, name, [*[like] * rank, parts[rank]], argument)  # names part `rank`
-
     def _check_written(self, tensors: Tensors, argument: str) -> Tensors:
         for index, tensor in enumerate(tensors):
             check.check_writable(tensor, f"{argument}[{index}]")

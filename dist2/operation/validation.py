@@ -135,11 +135,16 @@ def check_dtype(first: torch.Tensor, name: str, other: torch.Tensor, argument: s
 def check_same_numel(first: torch.Tensor, name: str, others: Tensors, argument: str) -> None:
     """Check that tensors have as many elements as another argument; shapes may differ."""
     for index, tensor in enumerate(others):
-        if tensor.numel() != first.numel():
-            raise InvalidUsageError(
-                f"{argument}[{index}] has shape {list(tensor.shape)} ({tensor.numel()} elements), "
-                f"but {name} has {list(first.shape)} ({first.numel()} elements)"
-            )
+        check_numel(first, name, tensor, f"{argument}[{index}]")
+
+
+def check_numel(first: torch.Tensor, name: str, other: torch.Tensor, argument: str) -> None:
+    """Check that a tensor has as many elements as another argument; shapes may differ."""
+    if other.numel() != first.numel():
+        raise InvalidUsageError(
+            f"{argument} has shape {list(other.shape)} ({other.numel()} elements), "
+            f"but {name} has {list(first.shape)} ({first.numel()} elements)"
+        )
 
 
 def check_concatenation(whole: torch.Tensor, name: str, part: torch.Tensor, other: str, parts: int) -> None:

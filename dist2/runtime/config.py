@@ -44,11 +44,12 @@ _SHOWN = re.compile(
     r"|(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT|HOSTNAME|TMPDIR|LD_PRELOAD)$"
 )
 """Variables that are part of the evidence of a failure."""
-_SECRETS = "SECRET|TOKEN|PASS|KEY|CRED|AUTH|COOKIE|JWT|SIGNATURE|BEARER"
-_SECRET = re.compile(rf"{_SECRETS}|(?:^|_)PWD?(?:_|$)", re.IGNORECASE)
+_SECRET_WORDS = "SECRET|TOKEN|PASS|KEY|CRED|AUTH|COOKIE|JWT|SIGNATURE|BEARER"
+_SECRET = re.compile(rf"{_SECRET_WORDS}|(?:^|_)PWD?(?:_|$)", re.IGNORECASE)
 _URL_USER = re.compile(r"(?<=://)[^/@\s\"'\\]+(?=@)")
 _CREDENTIALS = re.compile(
-    rf"{_URL_USER.pattern}|--[\w-]*(?:{_SECRETS})|(?:{_SECRETS})[\w-]*[\"']?\s*[:=]|BEARER\s", re.IGNORECASE
+    rf"{_URL_USER.pattern}|--[\w-]*(?:{_SECRET_WORDS})|(?:{_SECRET_WORDS})[\w-]*[\"']?\s*[:=]|BEARER\s",
+    re.IGNORECASE,
 )
 """Values with a user and a password of a URL, an option, an assignment or a header of a secret."""
 _SHOWN_CHARS = 500

@@ -169,7 +169,7 @@ def _show(names: Sequence[str], rows: Sequence[Iterable[Any]], form: str) -> Non
             table.add_row(*("" if value is None else _text(value) for value in row))
         console = Console(soft_wrap=True, highlight=False, markup=False)
         if not console.is_terminal:
-            console = Console(soft_wrap=True, highlight=False, markup=False, width=UNLIMITED)
+            console.width = UNLIMITED
         with console.capture() as captured:
             console.print(table)
         click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))

@@ -135,7 +135,7 @@ def part_of(
 ) -> dict[str, Any]:
     """Return the part of a rank as plain data; the arguments are those of `write_part`."""
     witness = witness_of(info)
-    state, own = witness.state(HISTORY), kernel_view(os.getpid())
+    state = witness.state(HISTORY)
     state["threads"] = stacks()
     state["main"]["for_s"] = for_s
     if error is None and not state["in_flight"]:  # the job waits, perhaps for this rank
@@ -157,9 +157,8 @@ def part_of(
         "error": None if error is None else _error(error),
         "state": state,
         "timeline": timeline_of(last, time.monotonic_ns() - int(TRACE_S * 1e9)).document(),
-        # This process runs: it is here.
         "kernel": {
-            "process": attrs.asdict(attrs.evolve(own, cause="")),
+            "process": {**attrs.asdict(kernel_view(os.getpid())), "cause": ""},  # it runs: it is here
             "load": os.getloadavg(),
             **_memory(),
         },

@@ -138,12 +138,10 @@ class Watch:
     def _completed(self) -> dict[str, int]:
         """Return the number of the last collective of each group, by its uid; of none if one has failed."""
         state = self._member.witness.state()
+        if state["failures"]:
+            return {}
         last = {uid: group["recent"][0] for uid, group in state["groups"].items() if group["recent"]}
-        return {
-            uid: each["seq"] - (each["state"] != "completed")
-            for uid, each in last.items()
-            if not state["failures"]
-        }
+        return {uid: each["seq"] - (each["state"] != "completed") for uid, each in last.items()}
 
     def _run(self) -> None:
         while True:

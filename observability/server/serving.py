@@ -304,10 +304,8 @@ class Serving:
             raise Dist2Error(f"the control plane did not stop within {STOP_S} s")
 
     def _run(self) -> None:
-        of_uvicorn, troubles = (
-            logging.getLogger("uvicorn.error"),
-            _TroublesOnly(threading.get_ident(), self._server),
-        )
+        of_uvicorn = logging.getLogger("uvicorn.error")
+        troubles = _TroublesOnly(threading.get_ident(), self._server)
         of_uvicorn.addFilter(troubles)
         try:
             asyncio.run(self._server.serve(sockets=[self._listener]))
