@@ -116,9 +116,9 @@ def write_answers(folder: Path, answers: Answers, found: Diagnosis, asked_rank: 
         OSError: They cannot be written.
     """
     documents = {
-        "desync": found.document(),
         "job": job_document(answers, found, asked_rank, took_s),
         "stacks": stack_rows(answers),
+        "desync": found.document(),  # last: ranks that wait for the verdict may end the job
     }
     for name, document in documents.items():
         folders.write(folder / f"{name}.json", json.dumps(document, default=repr))

@@ -326,15 +326,15 @@ class Waits:
                 self._recording.forget()
             return
         self._tell(found)  # first, as the disk may be full
+        if self._stays(folder.path):
+            self._recording.note(folder)  # before the verdict, at which other ranks may end the job
         try:
             write_answers(folder.path, answers, found, global_rank(job), 0.0)
         except OSError as error:
             why = folders.unwritable(folder.path.parent, error)
         if why:
             log.warning(why)
-        if self._stays(folder.path):
-            self._recording.note(folder)
-        else:
+        if not self._stays(folder.path):
             _remove_parts(folder.path)
 
     @staticmethod

@@ -240,8 +240,8 @@ def test_the_verdict_is_told_though_the_disk_is_full_by_then(
     told = [event for each in records if "incident" in (event := each["event"]) or "the job waits" in event]
     assert [each.partition(":")[0] for each in told] == [
         "the job waits",
-        f"no incident can be written to {tmp_path}",
         "incident",
+        f"no incident can be written to {tmp_path}",
     ], told
 
 
