@@ -93,7 +93,7 @@ def new_group(
             process: each calls this with its rank, and may share the store object.
         rank: The caller's rank; by default from the URL or the environment.
         world_size: Number of ranks; by default from the URL or the environment.
-        name: The group's name in c10d.
+        name: The group's name in c10d. Equal on all ranks.
         desc: Free text, shown by the control plane.
         check_nan: Whether operations refuse tensors with NaN, before anything is sent (`NanError`); also of
             groups derived from this one. Default: ``TORCH_DIST_NAN_CHECK``, or False.
@@ -150,7 +150,12 @@ def new_group(
         scoped, uid = met.store, secrets.token_hex(6)
         if not alone:
             # Other versions may lay out shared memory, or schedule an operation, in another way.
-            asked = {"dist2": __version__, "backend": repr(backend), "verify": repr(verified)}
+            asked = {
+                "dist2": __version__,
+                "name": repr(name),
+                "backend": repr(backend),
+                "verify": repr(verified),
+            }
             watch = join_group(met.store, rank, world_size, timeout_s, asked, name, met.roll)
             scoped = building.enter_context(watch)
             _check_backend(factory, checked_device, options)  # the block notifies waiting ranks

@@ -40,6 +40,7 @@ from dist2.errors import (
     StoreError,
     WireError,
 )
+from dist2.rendezvous.joining import object_to
 from dist2.rendezvous.liveness import Building, LivenessMonitor
 from dist2.rendezvous.requests import (
     GO,
@@ -140,6 +141,16 @@ class RendezvousSession:
         self._opened: ReferenceType[Store] | None = None
         # Stores that were given out keep a reference to the store of which they are clones.
         self._kept: WeakKeyDictionary[Store, Store] = WeakKeyDictionary()
+
+    def stay_away(self, words: str) -> None:
+        """Tell the other ranks, which meet once more, why this process does not come as this rank."""
+        if self._lock.acquire(blocking=False):  # else it is coming
+            try:
+                store = self._open(Deadline.after(_TELL_S))
+                self._rounds += 1  # as if it had come
+                object_to(PrefixStore(f"dist2/{self._generation}/{self._rounds}", store), words)
+            finally:
+                self._lock.release()
 
     def _new_request(self) -> JoinRequest:
         return JoinRequest(Process.here(), {"world_size": str(self._world_size)})
@@ -293,6 +304,7 @@ class RendezvousSession:
         """Tell a generation that its rank is this process's rank as well; return the verdict."""
         verdict = started_twice(rank, request_of(part, rank), self._request.process)
         decide(part, verdict)
+        _stay_away(self._endpoint, verdict.words)
         return verdict
 
     def _missing(self, part: PrefixStore) -> list[int]:
@@ -422,11 +434,15 @@ class RendezvousSession:
         """
         if holder is not None and holder.process == self._request.process:  # it gave up, and registered again
             deadline.pause(_LOOK_AGAIN_S)
-            return _obstacle(f"rank {self._rank} has registered before")
+            words = f"rank {self._rank} has registered before"
+            if leader is not None and leader.asked != self._request.asked:
+                words += f", as one of {leader.world_size}"
+            return _obstacle(words)
         verdict = started_twice(self._rank, holder, self._request.process)
         answered = decide(part, verdict) == verdict and part.check([ack_key(0)])
         lives = holder is not None and holder.process.is_another_here
         if lives or answered or self._is_of_this_run(leader):
+            _stay_away(self._endpoint, verdict.words)
             raise self._failure(verdict, deadline)
         deadline.pause(_LOOK_AGAIN_S)
         return _obstacle(verdict.words)
@@ -497,7 +513,21 @@ def tell_from_thread(endpoint: Endpoint, words: str) -> None:
     The caller raises an error and does not wait for that. The thread is no daemon: otherwise the process
     could end with the error before the others know.
     """
+    _stay_away(endpoint, words)
     threading.Thread(target=_tell, args=(endpoint, words), name="dist2-tell").start()
+
+
+def _stay_away(endpoint: Endpoint, words: str) -> None:
+    """Tell the ranks that this process has met at an endpoint, as another rank, why it comes no more."""
+    with _lock:
+        met = [
+            session
+            for (place, *_), session in _sessions.items()
+            if place == endpoint and session._generation is not None
+        ]
+    if len(met) == 1:  # else ranks are threads, and nothing tells which of them this is
+        with suppress(StoreError, WireError):
+            met[0].stay_away(words)
 
 
 def _tell(endpoint: Endpoint, words: str) -> None:

@@ -150,6 +150,33 @@ def test_a_rank_out_of_range_is_told_to_all_that_come_to_a_store(tmp_path: Path)
     check_out_of_range(told, "InvalidUsageError", "rank must be a group rank between 0 and 2, got 3")
 
 
+def met_before(variables: dict[str, str], arguments: dict[str, Any]) -> None:
+    """Make a group, fail to make a second one, and make a third; then raise the error again."""
+    os.environ.update(variables)
+    with dist2.new_group("socket", LIMIT_S):
+        try:
+            dist2.new_group("socket", LIMIT_S, **arguments)
+        except dist2.Dist2Error as error:
+            with dist2.new_group("socket", LIMIT_S, name="third") as pg:
+                assert pg.size() == 3
+            raise error from None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [(0, "rank 0 was started twice: as process"), (7, "argument rank must be from 0 to 2, got 7")],
+)
+def test_a_wrong_rank_is_told_to_all_that_have_met_before(wrong: int, words: str) -> None:
+    port = unused_port()
+    asked: list[dict[str, Any]] = [{}, {"rank": wrong}, {}]
+    given = [(variables(rank, 3, port)["variables"], each) for rank, each in enumerate(asked)]
+    told = all_told(met_before, *given)
+    check([told[1]], "RendezvousError", words)
+    others = [told[0], told[2]]
+    check(others, "InvalidUsageError", words)
+    assert all(f"process {told[1].pid} on host" in each.message for each in others), told
+
+
 def test_backends_that_differ_are_told_to_all() -> None:
     port = unused_port()
     told = all_told(
