@@ -14,6 +14,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from support.programs import ROOT, Ended, run
+from support.warm_interpreter import warm_python
 
 from dist2.backends.mpi.communicator import _created
 from dist2.cli.bench.peers import MPICH, OPEN_MPI, Launcher, Peer, launcher
@@ -46,7 +47,11 @@ def run_job(library: Peer, ranks: int, *program: str | Path, options: tuple[str,
 
 def run_alone(text: str, **variables: str) -> Ended:
     """Run a program that no launcher starts: it is an MPI job of one process."""
-    return run([sys.executable, "-c", text], variables={**installed(MPICH).environment, **variables})
+    environment = installed(MPICH).environment
+    folder = environment.get("LD_LIBRARY_PATH", "").partition(":")[0]
+    # A forked interpreter does not read the variable; mpi4py takes a library that is loaded.
+    load = f"import ctypes; ctypes.CDLL({folder + '/libmpi.so.12'!r})\n" if folder else ""
+    return run([*warm_python(), "-c", load + text], variables={**environment, **variables})
 
 
 @LIBRARIES
