@@ -232,8 +232,8 @@ warnings.simplefilter("always", ResourceWarning)
 
 stores = {{backend: dist2.HashStore() for backend in {backends}}}
 def rank_main(rank, backend):
-    name, store = f"{{backend}}{{rank}}", stores[backend]
-    pg = dist2.new_group(backend, 60, store=store, rank=rank, world_size={world}, name=name{options})
+    asked = dict(store=stores[backend], rank=rank, world_size={world}, name=backend)
+    pg = dist2.new_group(backend, 60, **asked{options})
     pg.all_reduce(torch.ones(2), async_op=True).wait()
     if rank == 1:
         pg.irecv(torch.ones(1), 0)  # for ever
@@ -328,6 +328,6 @@ def test_a_forgotten_group_is_named_at_exit_and_never_hangs(
     assert ended.stdout.endswith("the end\n")  # torch 2.8's Gloo prints how many peers it has
     for rank, backend in itertools.product(range(world), backends):
         place = f"rank {rank} of {world}, open> was never closed"
-        assert f"ResourceWarning: <ProcessGroup '{backend}{rank}' {backend} {place}" in ended.stderr
+        assert f"ResourceWarning: <ProcessGroup '{backend}' {backend} {place}" in ended.stderr
     assert ended.stderr.count("was never closed") == world * len(backends)
     assert "Traceback" not in ended.stderr, ended.stderr
