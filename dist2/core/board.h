@@ -78,7 +78,7 @@ typedef struct {
     char crowded;
     int far;        /* of the caches of the others: far.h, */
     unsigned looks; /* and how often one was measured */
-    _Atomic char stopped; /* set by another thread: every wait ends */
+    _Atomic char stopped; /* set by another thread: every wait ends; only the value matters, and the bell wakes */
 } Board;
 
 /* Set up a board of one member; 0, or -1 without memory. Add another member likewise. Free what they hold. */

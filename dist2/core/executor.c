@@ -62,7 +62,7 @@ run_fold(const Run *run, const Step *step)
 }
 
 /* The full fence of `arrive` is between this member's word and these reads; the other member publishes GAVE_UP, then
-   reads that word: recall.py. */
+   reads that word: exposed.py. */
 static int
 has_any_given_up(const Board *board)
 {

@@ -1,4 +1,4 @@
-/* Fences: the only synchronisation of the members of a board.
+/* Fences: the only synchronisation of the members of a board for their data.
 
    A member comes to a fence by publishing one word: the fence's number and the operation's fingerprint. Another
    member compares it with its own word of that fence, so one comparison shows that the first has arrived and that it

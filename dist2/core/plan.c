@@ -1,5 +1,6 @@
 /* Plans are made once and run often, so they are checked here: `plan_check` as far as no board is known, `plan_fits` for
-   a board. The executor checks only the alignment of vectors. */
+   a board. The executor checks what only a run shows: the alignment of vectors, the number of sources in the cache, and
+   the headers of exposed memory. */
 
 #include "plan.h"
 

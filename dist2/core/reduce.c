@@ -1,7 +1,9 @@
 /* Folds: from left to right, each element in a register or in a block that stays in the cache. The order is part of
    the contract: all ranks get the same bits, and torch, which folds what these functions cannot, uses the same order.
    A bfloat16 is folded as float32, and rounded once. NaN wins over every number, as in torch.
-   To add a dtype: a DEFINE_FOLDS, rows in FOLDS, and one in the table of reduction.py. */
+   The order of the ranks is that of a step's sources, which schedules give (algorithms/).
+   To add a dtype: a DEFINE_FOLDS, rows in FOLDS, and the tables of reduction.py: _ORDERED and _SUMS; for one that is new
+   to dist2 also _FLOATS, _HALVES or _INTEGERS. */
 
 #include "reduce.h"
 

@@ -41,7 +41,7 @@ typedef struct {
     int far;
 } Ring;
 
-/* Set up one end of a ring in memory of a page and a number of bytes that is a power of two. */
+/* Set up one end of a ring in memory of a page and a number of bytes. */
 void ring_open(Ring *ring, void *memory, size_t nbytes, int writes);
 
 /* Whether so many bytes are unread: the reader's question. */

@@ -1,7 +1,9 @@
 /* The turn and the numbers of a group's operations: plain C, for dist2/operation/queue.py.
 
-   All functions but `await_job` run under the interpreter lock, which makes each of them one atomic step. `await_job`
-   runs without it, and reads the atomic fields. */
+   The functions before `await_job` run under the interpreter lock, which makes each of them one atomic step. `await_job`
+   and those that it calls run without it, and read the atomic fields. All loads and stores are relaxed: a field is a
+   condition of its own, and nothing else is read behind it. A stale or mixed pair of `ready_ns` and `patience_ns` makes
+   the thread look again; the futex calls compare the word that they sleep on. */
 
 #ifndef DIST2_TURN_H
 #define DIST2_TURN_H
@@ -68,7 +70,7 @@ is_idle(Turn *self)
 static inline void
 take_turn(Turn *self)
 {
-    self->holder = pthread_self(); /* first, for a signal handler that finds it busy */
+    self->holder = pthread_self(); /* a signal handler of Python's runs between bytecodes: it finds both or neither */
     set_to(&self->busy, 1);
 }
 

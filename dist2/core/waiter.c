@@ -1,4 +1,5 @@
-/* The one policy of waiting for members of a board: spin, yield, doze, sleep.
+/* The one policy of waiting for members of a board: spin, yield, doze, sleep. How often it spins and yields is set by
+   boards/arrivals.py; rings and messages between hosts have policies of their own: ring_waiter.c, spinning.py.
 
    Spin: a member that has a core comes within microseconds. Not at all where members outnumber the cores: the awaited
    one probably needs this very core.

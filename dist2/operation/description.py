@@ -88,7 +88,7 @@ class Call:
             fields = json.loads(data)
             call = cls(
                 op=_text(fields["op"]),
-                seq=_number(fields["seq"]),
+                seq=_number(fields["seq"], least=0),
                 dtypes=tuple(_text(each) for each in _sequence(fields["dtypes"])),
                 shapes=tuple(
                     tuple(_number(extent) for extent in _sequence(shape))
@@ -114,9 +114,11 @@ def _text(value: object) -> str:
     return value
 
 
-def _number(value: object) -> int:
+def _number(value: object, least: int = -(1 << 63)) -> int:
     if type(value) is not int:
         raise TypeError
+    if not least <= value < 1 << 63:  # no frame could carry it
+        raise ValueError
     return value
 
 

@@ -9,8 +9,6 @@ cdef extern from "plan.h" nogil:
         DONE, AGAIN, SLOW, CALL, OTHER
     ctypedef struct CBell "Bell":
         pass
-    ctypedef struct Peer:
-        long rank
     ctypedef struct Pieces:
         uint64_t base, stride
         int count
@@ -20,9 +18,6 @@ cdef extern from "plan.h" nogil:
     ctypedef struct CBoard "Board":
         Word *own
         long rank, ranks
-        int count
-        char **regions
-        Peer *peers
         uint64_t phase, sought, slot, naps, waited_ns
         uint64_t halves[2]
         long whom, spins, yields, sleepy, nap
@@ -31,7 +26,9 @@ cdef extern from "plan.h" nogil:
         Pieces *pieces
         char stopped
     uint64_t IS_CALL
-    int MOST_PIECES, PIECE_KINDS, HALVES, HEADER_WORDS, SEQ, IS_MAPPED
+    int MOST_PIECES, HALVES, SEQ, IS_MAPPED
+    enum:
+        HEADER_WORDS  # the length of arrays
     int ALL, NOBODY
     void bell_open(CBell *, int)
     void bell_close(CBell *)

@@ -41,8 +41,8 @@ CALL_TEXTS = TEXTS
 CALL_FLAG = IS_CALL
 
 cdef uintptr_t shared_from = 0, shared_until = 0
-cdef uint64_t shared_header[7]
-cdef uint64_t here_header[7]
+cdef uint64_t shared_header[HEADER_WORDS]
+cdef uint64_t here_header[HEADER_WORDS]
 memset(here_header, 0, sizeof(here_header))
 here_header[0] = IS_MAPPED
 cdef object parts_taker = None

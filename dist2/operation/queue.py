@@ -5,8 +5,8 @@ Theory of operation: collectives of a group run one at a time, in the order issu
 holds the *turn*. A thread that finds the turn free takes it and runs its collective inline (`enter`).
 Otherwise, and for every asynchronous call, the operation is queued (`issue`), and runs in the first of these
 threads: the holder of the turn, a thread that waits for it, which first runs those queued before it, or the
-queue's own thread, which first gives the caller `PATIENCE_S`. Messages take no turn; they are only counted
-(`enter_beside`), so that closing a group waits for them.
+queue's own thread, which first gives the caller a moment (`PATIENCE_NS` in turn.h). Messages take no turn;
+they are only counted (`enter_beside`), so that closing a group waits for them.
 
 The turn and the numbers are plain C (dist2/core/turn.h), and this module is compiled: each method of
 `QueueState` is one atomic step.
@@ -46,9 +46,6 @@ from dist2.runtime.signals import wait_for
 from dist2.runtime.threads import Worker
 
 check_built(__name__, __file__)
-
-PATIENCE_S = 250e-6
-"""Time, in seconds, for the caller to run its queued operation itself before the queue's thread does."""
 
 
 IDLE_S = 5.0

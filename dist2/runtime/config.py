@@ -67,7 +67,8 @@ class Config:
         host_id: ``DIST2_HOST_ID``: ranks with equal ids share memory; default derived from the machine.
         transport: ``DIST2_TRANSPORT``: ``auto``, ``shm``, ``tcp`` or ``inproc``.
         job_id: ``DIST2_JOB_ID`` or torchrun's run id: connections of other jobs are refused.
-        spin_us: ``DIST2_SPIN_US``: how long a waiter polls memory before it sleeps, in microseconds.
+        spin_us: ``DIST2_SPIN_US``: how long a waiter polls memory before it yields its core, in
+            microseconds.
         heartbeat_s: ``DIST2_HEARTBEAT``: silence after which the ranks of another host count as dead, in
             seconds; at least 2.
         congestion: ``DIST2_CONGESTION``: congestion control of connections to near hosts where the system's

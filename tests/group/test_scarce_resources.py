@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import mmap
 import os
@@ -12,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,9 @@ from support.stores import exit_code, forked, unused_port
 from support.time_limits import in_time
 
 import dist2
-from dist2 import PeerLostError, PrefixStore, ResourceError
+from dist2 import PeerLostError, PrefixStore, ResourceError, StoreError
+from dist2.backends.socket.backend import SocketBackend
+from dist2.backends.socket.transport.node import Node
 
 LIMIT_S = 20.0
 DONE = 7
@@ -53,6 +57,16 @@ def in_rank_1(folder: Path, body: Callable[[], None]) -> int:
         return DONE
 
     return forked(run)
+
+
+def descriptors() -> list[str]:
+    """Return what this process holds open."""
+    gc.collect()  # tracebacks have held some
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found.append(str(entry.readlink()).partition(":")[0])
+    return sorted(found)
 
 
 def refused(code: int) -> Callable[..., Any]:
@@ -102,14 +116,54 @@ def test_a_refused_system_call_is_named_here_and_to_the_others(
                 make(tmp_path, 1, "first")
             assert caught.value.errno == code
             assert caught.value.call in words
+            held = descriptors()
+            with pytest.raises(ResourceError, match=words):
+                make(tmp_path, 1, "again")
+            assert descriptors() == held
 
     child = in_rank_1(tmp_path, body)
     start = time.monotonic()
-    with pytest.raises(PeerLostError, match=rf"rank 1 gave up \(ResourceError: {words}"):
-        make(tmp_path, 0, "first")
-    in_time(time.monotonic() - start, 2.0)
+    for attempt in ("first", "again"):
+        with pytest.raises(PeerLostError, match=rf"rank 1 gave up \(ResourceError: {words}"):
+            make(tmp_path, 0, attempt)
+    in_time(time.monotonic() - start, 4.0)
     check_together(tmp_path, 0)
     assert exit_code(child) == DONE
+
+
+class _LastWordLost(dist2.HashStore):
+    """A store whose server ends just before a rank has built its group."""
+
+    def set(self, key: str, value: str | bytes) -> None:
+        if "built" in key:
+            raise StoreError("the store has closed")
+        super().set(key, value)
+
+
+def test_a_group_that_fails_last_of_all_closes_what_it_has_opened() -> None:
+    def fail() -> None:
+        with pytest.raises(StoreError, match="the store has closed"):
+            dist2.new_group("socket", LIMIT_S, store=_LastWordLost(), rank=0, world_size=1)
+
+    fail()
+    held = descriptors()
+    fail()
+    assert descriptors() == held
+
+
+def test_a_group_without_its_shared_memory_is_no_longer_known_to_its_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(self: SocketBackend, context: int) -> None:
+        raise PeerLostError("rank 1 has died", ranks=[1])
+
+    node = Node()
+    with monkeypatch.context() as patch:
+        patch.setattr(SocketBackend, "_open_board", refuse)
+        with pytest.raises(PeerLostError, match="rank 1 has died"):
+            dist2.new_group("socket", LIMIT_S, store=dist2.HashStore(), rank=0, world_size=1, node=node)
+    assert not node._fabric._mailboxes
+    node.close()
 
 
 def test_memory_that_python_lacks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import json
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import cached_property
 
 import attrs
@@ -134,20 +135,21 @@ class SocketBackend(Backend):
         self._closed = False
         self.board: Board | None = None
         node = self._node = place.node if place.borrowed else node_pool.share(place.node)
-        try:
-            self._attach(node, company, former)
-        except BaseException:
+        with ExitStack() as undo:
             if not place.borrowed:
-                node_pool.release(node)
-            raise
+                undo.callback(node_pool.release, node)
+            self._attach(node, company, former, undo)
+            undo.pop_all()
 
     def waited_ns(self) -> int | None:
         """Return for how long it has waited at fences on shared memory, and for messages."""
         at_fences_ns = 0 if self.board is None else self.board.arrivals.waited_ns
         return at_fences_ns + self.endpoint.waited_ns
 
-    def _attach(self, node: Node, company: Company | None, former: SocketBackend | None) -> None:
-        """Open the group's messages and its shared memory."""
+    def _attach(
+        self, node: Node, company: Company | None, former: SocketBackend | None, undo: ExitStack
+    ) -> None:
+        """Open the group's messages and its shared memory; ``undo`` closes them where this fails."""
         spec, options, place = self.spec, self._options, self._place
         context = context_id(spec.info.uid)
         inside = options.transport is Transport.INPROC
@@ -166,10 +168,13 @@ class SocketBackend(Backend):
             names=self.names,
             uid=spec.info.uid,
         )
+        undo.callback(self.endpoint.close, GroupAbortedError(f"{spec.info.name!r} cannot be built"))
         self._messenger = Messenger(self.endpoint)
         self.outside = Outside(self.endpoint, self._messenger, self._recent)
         self.layout: tuple[int, ...] = self._layout() if former is None else former.layout
         self.board = self._open_board(context)
+        if self.board is not None:
+            undo.callback(self.board.close)
         if self.board is not None and self.revoked is not None:  # a member was faster
             self.board.roster.revoke(self.revoked)
         self._programs: Programs = self._make_programs(former)

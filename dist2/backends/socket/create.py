@@ -64,9 +64,9 @@ def create(spec: GroupSpec) -> SocketBackend:
             _check_inside(spec, cards)
         place = Place(node, options.node is not None, tuple(cards), notices.thresholds(tuning))
         backend = _attached(spec, options, place)
-        # No rank returns, and perhaps leaves again, before all have attached to its memory.
-        spec.store.set(_key(spec.info.rank, _BUILT), "yes")
         try:
+            # No rank returns, and perhaps leaves again, before all have attached to its memory.
+            spec.store.set(_key(spec.info.rank, _BUILT), "yes")
             _await_all(spec, _BUILT, deadline)
         except BaseException:
             backend.shutdown()

@@ -1,4 +1,8 @@
-"""The options of the socket backend: the keyword arguments that `new_group` passes on."""
+"""The options of the socket backend: the keyword arguments that `new_group` passes on.
+
+Type checkers read them in `dist2/group/options.py`. Groups of other backends pass those in `CONTROL_OPTIONS`
+(`controlled`) on to their control group.
+"""
 
 from __future__ import annotations
 

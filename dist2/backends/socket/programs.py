@@ -134,7 +134,7 @@ class Programs:
 
 
 def _slot_bytes(board: Board | None, layout: tuple[int, ...]) -> int:
-    """Return the features that algorithms may use on every host: on some a member may be alone."""
+    """Return the length of slots that algorithms may use on every host: on some a member may be alone."""
     if layout:
         return HOST_SLOT_BYTES if host_map(layout).is_hierarchical else 0
     return SLOT_BYTES if board is not None else 0

@@ -106,11 +106,12 @@ class Header:
 
     Attributes:
         kind: The kind of frame.
-        flags: `TAGGED` or 0.
+        flags: `TAGGED`, or those of its kind below.
         context: The group.
         seq: Number of the operation (collectives), or of the agreement.
-        tag: Step of the schedule (collectives), tag (point-to-point), byte offset (`DATA`), or a member
-            plus 1: the one that the sender lost (`LEAVE`), or that will not make the group (`ORIGIN`).
+        tag: Step of the schedule (collectives), tag (point-to-point), byte offset (`DATA`), the flags of a
+            letter (`VOTE`, `DECISION`), a member (`REVOKE`), or a member plus 1: the one that the sender lost
+            (`LEAVE`), or that will not make the group (`ORIGIN`).
         fingerprint: The operation's fingerprint.
         nbytes: Length of the payload that follows.
         transfer: The sender's number of an announced message.

@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,19 @@ from dist2 import (
     MismatchError,
     OperationTimeoutError,
     PeerLostError,
+    WireError,
 )
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links import linkage
 from dist2.backends.socket.transport.links.card import Card
+from dist2.backends.socket.transport.links.link import Link
+from dist2.backends.socket.transport.links.rings import Rings
 from dist2.backends.socket.transport.messages.absent_groups import HELD_BYTES
 from dist2.backends.socket.transport.messages.calls import Called
 from dist2.backends.socket.transport.messages.credit import CREDIT_BYTES, FRAME_COST, PROMPT_CREDIT_BYTES
 from dist2.backends.socket.transport.messages.endpoint import FabricEndpoint
 from dist2.backends.socket.transport.messages.transfer import ANY_SOURCE, Sending, Transfer
+from dist2.backends.socket.transport.node import Node
 from dist2.backends.socket.wire import EAGER_BYTES, HELLO_BYTES, PROMPT_BYTES, TAGGED, Header, Hello, Kind
 from dist2.runtime.deadline import deadline_in
 
@@ -864,6 +869,56 @@ def test_frames_about_what_is_unknown_change_nothing(tcp: Callable[[int], World]
         lambda: give(first, 1, text_of(LONG)), lambda: [_expect(second, b"x"), _expect(second, text_of(LONG))]
     )
     together(lambda: _expect(first, b"back", 1), lambda: give(second, 0, b"back"))
+
+
+@pytest.mark.parametrize(
+    ("frame", "words"),
+    [
+        (Header(Kind.DATA, 0, CONTEXT, tag=2**63 - 1, nbytes=10, transfer=9, total=LONG), "segment outside"),
+        (Header(Kind.DATA, 0, CONTEXT, tag=LONG - 9, nbytes=10, transfer=9, total=LONG), "segment outside"),
+        (Header(Kind.DATA, 0, CONTEXT, tag=-1, nbytes=10, transfer=9, total=LONG), "segment outside"),
+        (Header(Kind.REVOKE, 0, CONTEXT, tag=-1), "revocation by rank -1"),
+        (Header(Kind.REVOKE, 0, CONTEXT, tag=2), "revocation by rank 2"),
+        (Header(Kind.REVOKE, 0, CONTEXT, tag=2**60), f"revocation by rank {2**60}"),
+    ],
+    ids=lambda value: f"{value.kind.name} {value.tag}" if isinstance(value, Header) else None,
+)
+def test_a_frame_that_breaks_the_protocol_ends_its_link(
+    make: Callable[[int], World], frame: Header, words: str
+) -> None:
+    world = make(2)
+    first, second = world.group()
+    together(lambda: give(first, 1, b"x"), lambda: _expect(second, b"x"))
+    posted = second.recv_tagged(0, 0, 11, memoryview(bytearray(LONG)))
+    announced = Header(Kind.ANNOUNCE, TAGGED, CONTEXT, fingerprint=11, transfer=9, total=LONG)
+    with logged() as logs, world.fabrics[0].lock:
+        link = world.fabrics[0].linkage.outgoing[world.cards[1].fabric_id]
+        link.put(announced.encode() + frame.encode() + bytes(frame.nbytes))
+        world.fabrics[0].linkage.flush(link)
+        pump(world.fabrics[1], until=lambda: any(words in each["event"] for each in logs))
+    with pytest.raises(PeerLostError):
+        second.wait([posted], soon())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"pid": 1e999}',
+        '{"pid": 0, "offset": 1e999, "arena": "999999999:2:3:a:4", "doorbell": "999999999:2"}',
+        '{"pid": 0, "offset": 0, "arena": 5, "doorbell": 6}',
+        f'{{"pid": {2**70}, "offset": 0, "arena": "999999999:2:3:a:4", "doorbell": "999999999:2"}}',
+        "[" * 4000,
+    ],
+)
+def test_a_ring_that_is_offered_in_strange_words_ends_its_link(text: str) -> None:
+    node, rings = Node(), Rings()
+    rings.maker = node
+    one, other = socket.socketpair()
+    with one, other, closing(node), pytest.raises(WireError, match="a ring that cannot be opened"):
+        rings.read(Link(node._fabric, one, "f" * 32), text)
 
 
 def test_the_listener_is_bound_to_the_address_given_alone() -> None:

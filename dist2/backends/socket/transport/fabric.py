@@ -160,18 +160,17 @@ class Fabric:
 
     # Other processes
 
-    def watch(self, fd: int, fabric_id: str, pid: int, departed: Callable[[], bool]) -> None:
+    def watch(self, fd: int, fabric_id: str, departed: Callable[[], bool]) -> None:
         """Hold a process for dead once ``fd`` (a pidfd) is readable, unless it ``departed()`` before.
 
         Args:
             fd: As above; -1 for a rank of this process.
             fabric_id: Its fabric.
-            pid: Its number.
             departed: Whether it has closed everything in good order.
         """
         if not self._presence.knows(fd, fabric_id):  # all but the first groups with it
             with self.lock:
-                self._presence.watch(fd, fabric_id, pid, departed)
+                self._presence.watch(fd, fabric_id, departed)
 
     def has_died(self, fabric_id: str) -> bool:
         """Whether a process is known to have ended, and not in good order."""

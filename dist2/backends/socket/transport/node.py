@@ -188,7 +188,7 @@ class Node:
         for other, card in enumerate(cards):
             if inside and other != rank:
                 fabric_id = card.card.fabric_id
-                self._fabric.watch(-1, fabric_id, card.pid, partial(Reception.has_departed, fabric_id))
+                self._fabric.watch(-1, fabric_id, partial(Reception.has_departed, fabric_id))
             if inside or other == rank or not self.is_beside(card):
                 continue
             pids.add(card.pid)
@@ -252,7 +252,7 @@ class Node:
             neighbour = shared.neighbour(other.card.fabric_id, other.pid, other.memory)
         except PeerLostError:
             return None
-        self._fabric.watch(neighbour.fileno(), other.card.fabric_id, other.pid, neighbour.has_departed)
+        self._fabric.watch(neighbour.fileno(), other.card.fabric_id, neighbour.has_departed)
         return neighbour
 
     # Rings, for the fabric's links
@@ -270,7 +270,8 @@ class Node:
         """Return the reading end of a neighbour's ring.
 
         Raises:
-            PeerLostError, ValueError, KeyError, TypeError: It cannot be found from ``text``.
+            PeerLostError: Its process is gone.
+            Exception: ``text`` is malformed, in any way.
         """
         shared = self._shared
         if shared is None:

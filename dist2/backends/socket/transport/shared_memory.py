@@ -66,11 +66,6 @@ class Region:
         """All of it."""
         return self.mapping.view[self.offset : self.offset + self.nbytes]
 
-    @property
-    def address(self) -> int:
-        """Where it begins in this process."""
-        return self.mapping.address + self.offset
-
 
 def _words_of(arena: Mapping) -> memoryview:
     """Return the state of a process: whether it has left, and its number of sleepers for others' regions."""
@@ -153,7 +148,6 @@ class Neighbour:
 
     Attributes:
         pid: Its process.
-        locator: Where its arena is.
         doorbell: Wakes it.
         find: Returns where in its arena the region of a group lies, by context; None while it is not in it.
         has_closed: Whether it has closed a group before all members had found its region there, by context.
@@ -162,7 +156,6 @@ class Neighbour:
 
     def __init__(self, pid: int, arena: ArenaLocator, doorbell: DoorbellLocator) -> None:
         self.pid = pid
-        self.locator = arena
         try:
             with system_call("pidfd_open"):
                 self._pidfd = os.pidfd_open(pid) if pid != os.getpid() else -1

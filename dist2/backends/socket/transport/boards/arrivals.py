@@ -1,13 +1,13 @@
 """`Arrivals`: the words by which the members of a board signal their arrival at its fences.
 
-    arrivals = new_arrivals(rank, own_words, doorbell, members, spins)
+    arrivals = new_arrivals(rank, own_words, doorbell, members, spins, halves)
     arrivals.add(rank, words, their_doorbell)       # each other member
     arrivals.cross(operation, board)                # come to the next fence, and wait for all
     arrivals.cross(operation, board, NOBODY)        # come to it and go on
 
 A member publishes a word made of the fence's number and the operation's fingerprint; a peer has come once
 its word is the same. Words stand in a ring, so that those of the last fences can be read for a while: a
-member that does not wait may be up to `WINDOW` fences ahead (`control_words`). The type binds the
+member that does not wait may be less than `WINDOW` fences ahead (`control_words`). The type binds the
 core: ``dist2/core/fences.c`` and ``waiter.c``.
 """
 

@@ -1,6 +1,6 @@
 """`Board`: fences of the members of a group on one host, in shared memory.
 
-A *fence* is the only synchronisation: a member publishes a word made of the fence's number and the
+A *fence* is the only synchronisation for data: a member publishes a word made of the fence's number and the
 operation's fingerprint, then waits until every other member's word is the same, or until one's is, or not at
 all. One comparison shows that a peer has arrived *and* that it made the same call. Publishing and the first
 milliseconds of waiting are done by `Arrivals`. The other parts of a board are:

@@ -73,7 +73,7 @@ class Regions:
         return region.mapping.view[region.offset : region.offset + CONTROL_BYTES]
 
     def call_log(self, rank: int) -> memoryview:
-        """Return the position of a member's call log."""
+        """Return a member's call log, as bytes."""
         return self.part(rank, self._call_log_at, CALL_LOG_BYTES)
 
     def part(self, rank: int, start: int, nbytes: int) -> memoryview:

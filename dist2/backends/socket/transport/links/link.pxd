@@ -29,6 +29,7 @@ cdef class Link:
     cdef bint _next_frame(self) except -1
     cdef _written(self, Py_ssize_t count)
     cdef _pass_over(self, Py_ssize_t count)
+    cdef object _target(self)
     @cython.locals(reader=FrameReader, count=Py_ssize_t, turn="int")
     cpdef bint read(self) except -1
     @cython.locals(reader=FrameReader)

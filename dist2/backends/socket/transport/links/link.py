@@ -273,11 +273,8 @@ class Link:
         for turn in range(_READS_AT_ONCE):
             if self.incoming:
                 reader.awaits_long = True
-            target = reader.target()
-            if not len(target):
-                raise WireError("a frame that does not fit its buffer")
             try:
-                count = self.sock.recv_into(target)
+                count = self.sock.recv_into(self._target())
             except BlockingIOError:
                 return turn > 0
             if count == 0:
@@ -286,6 +283,12 @@ class Link:
             if self.rx is not None or reader.between_frames():
                 break
         return True
+
+    def _target(self) -> memoryview:
+        target = self.reader.target()
+        if not len(target):  # it would be read for ever
+            raise WireError("a frame that does not fit its buffer")
+        return target
 
     def read_ring(self) -> bool:
         """Read the ring, for a bounded number of calls; False if it is empty now.
@@ -298,7 +301,7 @@ class Link:
         more = True
         for _ in range(_READS_AT_ONCE):
             try:
-                self.reader.received(rx.recv_into(self.reader.target()))
+                self.reader.received(rx.recv_into(self._target()))
             except BlockingIOError:
                 more = False
                 break

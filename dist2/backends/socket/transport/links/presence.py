@@ -36,7 +36,7 @@ class Presence:
         self.parted: set[str] = set()
         self.suspects: dict[str, float] = {}
         self._epoll = epoll
-        self._watched: dict[int, tuple[str, int]] = {}
+        self._watched: dict[int, str] = {}
         self._departed: dict[str, Callable[[], bool]] = {}
         self._exited: set[str] = set()
         self._cut: set[str] = set()
@@ -48,16 +48,15 @@ class Presence:
         """Whether `watch` was called for a process. It needs no lock."""
         if fd < 0:
             return fabric_id in self._departed
-        known = self._watched.get(fd)
-        return known is not None and known[0] == fabric_id
+        return self._watched.get(fd) == fabric_id
 
-    def watch(self, fd: int, fabric_id: str, pid: int, departed: Callable[[], bool]) -> None:
+    def watch(self, fd: int, fabric_id: str, departed: Callable[[], bool]) -> None:
         """Watch a process of this host: see `Fabric.watch`."""
         self._departed[fabric_id] = departed
         if fd < 0:
             return
         # A number may come again: closing forgets the one before.
-        self._watched[fd] = (fabric_id, pid)
+        self._watched[fd] = fabric_id
         with suppress(FileExistsError):
             self._epoll.register(fd, select.EPOLLIN)
 
@@ -68,7 +67,7 @@ class Presence:
     def ended(self, fd: int) -> None:
         """Take in that a watched descriptor is readable."""
         self._epoll.unregister(fd)
-        fabric_id = self._watched.pop(fd)[0]
+        fabric_id = self._watched.pop(fd)
         self._exited.add(fabric_id)
         self.ends[fabric_id] = how_ended(fd)
         if self.has_parted(fabric_id):

@@ -11,8 +11,6 @@ cdef extern from "ring.h" nogil:
         Word *words
         uint64_t capacity, count
     uint64_t read_word(const Word *)
-    uint64_t observe(const Word *)
-    void publish(Word *, uint64_t)
     int64_t clock_ns()
     void ring_open(Ring *, void *, size_t, bint)
     bint ring_has(const Ring *, uint64_t)

@@ -15,7 +15,7 @@ cdef class End:
     """One end of a ring, with the methods of a socket that `Link` uses.
 
     Args:
-        memory: `HEADER_BYTES` of words, then a number of bytes that is a power of two.
+        memory: `HEADER_BYTES` of words, then the bytes of the ring.
 
     Attributes:
         words: The words.

@@ -12,6 +12,17 @@ from dist2.runtime.built import check_built
 
 check_built(__name__, __file__)
 
+_REFUSALS = (
+    PeerLostError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+"""What a text that a peer has sent may raise: its process is gone, or the text is malformed."""
+
 
 class RingMaker(Protocol):
     """Makes the rings of links inside the host."""
@@ -58,7 +69,7 @@ class Rings:
             raise WireError("a ring, but no memory is shared")
         try:
             link.rx = self.maker.take(link.peer_id or "", text)
-        except (PeerLostError, ValueError, KeyError, TypeError) as error:
+        except _REFUSALS as error:
             raise WireError(f"a ring that cannot be opened: {error}") from error
         self.readers = (*self.readers, link.rx)
         self.links.add(link)

@@ -80,6 +80,8 @@ class Assembly:
     def on_revoke(
         self, link: Link, mailbox: Mailbox, peer: int, header: Header, payload: bytearray | None
     ) -> None:
+        if not 0 <= header.tag < len(mailbox.fabric_ids):
+            raise WireError(f"a revocation by rank {header.tag}, which there is not")
         mailbox.take_reason(header.tag, payload)
         self.revoke(mailbox, header.tag)
 

@@ -189,7 +189,7 @@ class Comparison:
         own: Called | None = None
         for line in accusations:
             number, _, text = line.partition(b" ")
-            rank = int(number) if number.isdigit() else -1
+            rank = int(number) if number.isdigit() and len(number) < 10 else -1
             call = Call.decode(text) if text else Call()
             if rank == mailbox.rank:
                 own = Called(call.seq, UNKNOWN, call.text, call)

@@ -125,7 +125,7 @@ class Delivery:
         receiving = link.incoming.get(header.transfer)
         if receiving is None or receiving.data is None:
             return None
-        if header.tag < 0 or header.tag + header.nbytes > receiving.nbytes:
+        if not 0 <= header.tag <= receiving.nbytes - header.nbytes:  # a sum could wrap around
             raise WireError("a segment outside of its message")
         link.receiving = receiving
         return receiving.data[header.tag : header.tag + header.nbytes]

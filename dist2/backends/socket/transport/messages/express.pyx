@@ -6,8 +6,8 @@
 All messages between two processes go through the same ring. A direct send has the effect of the queued path
 (`Intake`, `Mailbox`) for a message that can be sent at once, but keeps no record of it. A send with credit
 and room writes its frame. A receive whose message could match no other receive looks for exactly that frame,
-and copies the payload out of the ring. In every other case they refuse without side effects, and the queued
-path takes the call. So order, credit, mismatches and failures are decided in one place.
+and copies the payload out of the ring. In every other case they refuse, and the queued path takes the call: a
+refused receive may have written a part of the payload to its tensor, which the queued path writes again. So order, credit, mismatches and failures are decided in one place.
 
 The header of a frame is the same for every call of a lot: it is made once, and compared as bytes. Messages that
 do not fit into a ring at once are announced, by the queued path.
@@ -171,11 +171,11 @@ cdef class Express:
     # Receiving
 
     def take(self, size_t address):
-        """Receive to an address if the message is here; False, with nothing done, if not."""
+        """Receive to an address if the message is here; False, with the message still there, if not."""
         return self.take_to(<char *>address)
 
     def wait(self, size_t address, long long deadline_ns):
-        """Receive to an address; False, with nothing done, if no message arrives soon."""
+        """Receive to an address; False, with the message still there, if it does not arrive soon."""
         return self.pull(<char *>address, deadline_ns)
 
     cdef bint take_to(self, char *to) except -1:
@@ -186,7 +186,7 @@ cdef class Express:
         return self.pull(to, 0)
 
     cdef bint pull(self, char *to, long long deadline_ns) except -1:
-        """Read the next message, if it is of this lot; False, with nothing done, if another frame or none is there.
+        """Read the next message, if it is of this lot; False, with the frame still there, if it is another or none.
 
         Args:
             to: Where its payload goes.
