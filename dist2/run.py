@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
-import selectors
 import signal
 import subprocess
 import sys
@@ -53,6 +52,8 @@ _SOCKET_FOLDER_BYTES = 80
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = 512
+"""Bytes to read at once of the descriptor that has one for each signal."""
 
 
 @attrs.frozen
@@ -112,21 +113,15 @@ class Ranks:
     def _wait(self, signals: int) -> Ended:
         failed: Ended | None = None
         self._start_ranks()
-        with self._watching(signals) as ends:
-            running = dict(ends)
-            with selectors.DefaultSelector() as selector:
-                for end in running:
-                    selector.register(end, selectors.EVENT_READ)
-                while len(running) > 1 and failed is None and not self._signal:
-                    for key, _ in selector.select():
-                        rank = running[key.fd]
-                        if rank is None:  # a signal
-                            continue
-                        selector.unregister(key.fd)
-                        del running[key.fd]
-                        code = self._processes[rank].wait()
-                        if code and failed is None:
-                            failed = self._cause(rank)
+        running = list(range(self._count))
+        while running and failed is None and not self._signal:
+            os.read(signals, _SIGNALS)  # until a rank has ended, or this process is told to stop
+            for rank in tuple(running):
+                code = self._processes[rank].poll()
+                if code is not None:
+                    running.remove(rank)
+                if code and failed is None:
+                    failed = self._cause(rank)
         if failed is not None and environment_value("DIST2_INCIDENTS") != "0":
             self._let_others_notice()
         if self._signal:
@@ -185,15 +180,19 @@ class Ranks:
 
     @contextmanager
     def _heeding_signals(self) -> Iterator[int]:
-        """Have signals stop the ranks; yield a descriptor that is readable after one."""
+        """Have signals stop the ranks; yield a descriptor that is readable after one, and once a rank ends."""
         heard, note = os.pipe()
         os.set_blocking(note, False)
         before = {number: signal.signal(number, self._take_signal) for number in _STOPPING}
+        # A parent may have left it ignored, where the kernel keeps no exit codes, or blocked.
+        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
         wakeup = signal.set_wakeup_fd(note)
         try:
             yield heard
         finally:
             signal.set_wakeup_fd(wakeup)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for number, handler in before.items():
                 signal.signal(number, handler)
             os.close(heard)
@@ -203,18 +202,6 @@ class Ranks:
         self._signal = number
         if self._is_stopping:
             raise KeyboardInterrupt
-
-    @contextmanager
-    def _watching(self, signals: int) -> Iterator[dict[int, int | None]]:
-        """Yield descriptors that are readable once a rank has ended, with the rank; None for a signal."""
-        ends: dict[int, int | None] = {}
-        try:
-            for rank, process in enumerate(self._processes):
-                ends[os.pidfd_open(process.pid)] = rank
-            yield {signals: None, **ends}
-        finally:
-            for descriptor in ends:
-                os.close(descriptor)
 
     def _stop(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
         with suppress(KeyboardInterrupt):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -71,6 +72,29 @@ def test_a_failure_ends_all_and_gives_its_code(tmp_path: Path) -> None:
     assert ended.code == 3, ended
     assert "rank 1 ended with exit code 3; the other ranks were stopped" in ended.errors
     assert not processes_with(str(program))
+
+
+def test_a_failure_is_seen_where_a_parent_ignores_or_blocks_the_signal_of_its_children(
+    tmp_path: Path,
+) -> None:
+    """The kernel keeps no exit code of a child while the signal is ignored: such a job was a success."""
+    program = written(tmp_path, STAYING)
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+    try:
+        assert main(["-n", "2", str(program), "fail"]) == 3
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    assert not processes_with(str(program))
+
+
+def test_no_pidfd_is_needed_to_start_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int) -> int:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    assert main(["-n", "2", str(written(tmp_path, STAYING)), "fail"]) == 3
 
 
 LATE_IN_A_SUBGROUP = """
