@@ -277,10 +277,13 @@ class Serving:
         config.ssl = tls
         self._server = _QuietServer(config, tick, tick_s)
         self._listener = listener
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="dist2-control-plane", daemon=True)
         self._thread.start()
         if not self._server.ready.wait(START_S):
             raise Dist2Error(f"the control plane did not start within {START_S} s")
+        if self._error is not None:
+            raise Dist2Error(f"the control plane did not start: {self._error}") from self._error
 
     @property
     def thread_id(self) -> int:
@@ -308,7 +311,13 @@ class Serving:
         troubles = _TroublesOnly(threading.get_ident(), self._server)
         of_uvicorn.addFilter(troubles)
         try:
-            asyncio.run(self._server.serve(sockets=[self._listener]))
+            with asyncio.Runner() as runner:
+                runner.run(self._server.serve(sockets=[self._listener]))
+        except Exception as error:
+            if self._server.started:
+                raise
+            self._error = error
+            self._server.ready.set()
         finally:
             of_uvicorn.removeFilter(troubles)
             self._listener.close()

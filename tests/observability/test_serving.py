@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import socket
 import threading
+import time
 from typing import Any
 
 import pytest
 from support.captured_logs import logged
+from support.time_limits import in_time
 
+from dist2.errors import Dist2Error
 from observability.server.serving import Serving
 
 SOON_S = 20.0
@@ -43,6 +47,19 @@ def test_a_request_that_is_cancelled_as_the_server_stops_is_no_traceback(
     finally:
         serving.stop()
     assert (records, capfd.readouterr().err) == ([], "")
+
+
+def test_a_server_that_cannot_start_says_why_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    monkeypatch.setattr(asyncio, "Runner", refuse)
+    start = time.monotonic()
+    with pytest.raises(Dist2Error, match=r"did not start: .* Operation not permitted"):
+        Serving(answer, listener)
+    in_time(time.monotonic() - start, 2.0)
+    assert listener.fileno() == -1
 
 
 @pytest.mark.parametrize("turns", range(6))
