@@ -180,7 +180,7 @@ class Ranks:
 
     @contextmanager
     def _heeding_signals(self) -> Iterator[int]:
-        """Have signals stop the ranks; yield a descriptor that is readable after one, and once a rank ends."""
+        """Have signals stop the ranks; yield a descriptor that is readable after one, and as a rank ends."""
         heard, note = os.pipe()
         os.set_blocking(note, False)
         before = {number: signal.signal(number, self._take_signal) for number in _STOPPING}

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dist2.errors import Dist2Error, InvalidUsageError
+from dist2.errors import Dist2Error, InvalidUsageError, ResourceError
 from dist2.operation.engine import WORDS_OF_CONTROL, share
 from dist2.runtime.arguments import as_int
 from dist2.runtime.process import InChild, in_child
@@ -55,7 +55,10 @@ def shared_empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None) 
     numel = math.prod(extents)
     if numel == 0 or not hasattr(os, "memfd_create"):
         return torch.empty(extents, dtype=dtype, device="cpu")
-    memory = _process.memory().allocate(numel * dtype.itemsize)
+    try:
+        memory = _process.memory().allocate(numel * dtype.itemsize)
+    except ResourceError:  # no memory that processes share: groups here use connections
+        return torch.empty(extents, dtype=dtype, device="cpu")
     return torch.frombuffer(memory, dtype=dtype, count=numel).view(extents)
 
 

@@ -34,6 +34,7 @@ from dist2.runtime.config import child_environment
 from dist2.runtime.deadline import FOREVER_NS, deadline_in, remaining_s, seconds
 from dist2.runtime.other_process import was_killed_by
 from dist2.runtime.rank_names import rank_names
+from dist2.runtime.resources import system_call
 
 Result = TypeVar("Result")
 _Failed = tuple[BaseException, str, list[int]]
@@ -263,7 +264,8 @@ class _Job:
         """Watch the answer, the output and the end of each rank; return how many there are."""
         for each in self._ranks:
             process = each.process
-            each.end = os.pidfd_open(process.pid)
+            with system_call("pidfd_open"):
+                each.end = os.pidfd_open(process.pid)
             sources: dict[str, Any] = {"answer": each.connection, "end": each.end}
             for kind, source in {**sources, "stdout": process.stdout, "stderr": process.stderr}.items():
                 self._selector.register(source, selectors.EVENT_READ, (each, kind))

@@ -53,24 +53,25 @@ def system_call(call: str, instead: str = "") -> Iterator[None]:
 
 @contextmanager
 def scarce_resources() -> Iterator[None]:
-    """Convert the lack of descriptors, memory or threads in a block.
+    """Convert the lack of descriptors, memory or threads in a block, and system calls that are forbidden.
 
     Raises:
-        ResourceError: The system lacked one.
+        ResourceError: The system lacked one, or forbids a call.
     """
     try:
         yield
     except MemoryError as error:
         raise ResourceError(f"out of memory: {_MEMORY}", errno=errno.ENOMEM) from error
     except OSError as error:
-        if isinstance(error, Dist2Error) or error.errno not in _SCARCE:
+        if isinstance(error, Dist2Error) or not (error.errno in _SCARCE or _is_forbidden(error)):
             raise
         raise _refused("a system call", error, "") from error
     except RuntimeError as error:
         if str(error) != _NO_THREAD:
             raise
         message = (
-            f"{_NO_THREAD}: raise the limits of threads and memory (the container's pids, ulimit -u, -v)"
+            f"{_NO_THREAD}: raise the limits of threads and memory (the container's pids, ulimit -u, -v); or "
+            f"update the container's runtime if its seccomp profile refuses clone3 (Docker before 20.10.10)"
         )
         raise ResourceError(message, call="clone", errno=errno.EAGAIN) from error
 
@@ -83,6 +84,11 @@ def check_scarcity(error: OSError, call: str) -> None:
     """
     if error.errno in _SCARCE:
         raise _refused(call, error, "") from error
+
+
+def _is_forbidden(error: OSError) -> bool:
+    """Whether the system refuses a call whatever its arguments: no file is in it that has a mode."""
+    return error.errno in (errno.EPERM, errno.ENOSYS) and error.filename is None
 
 
 def is_shortage(error: OSError) -> bool:
@@ -102,4 +108,5 @@ def _refused(call: str, error: OSError, instead: str) -> ResourceError:
     remedies = "; or ".join(each for each in (remedy, instead) if each)
     name = errno.errorcode.get(error.errno or 0, "no errno")
     message = f"{call} failed: {error.strerror or error} ({name})" + (f": {remedies}" if remedies else "")
-    return ResourceError(message, call=call.split()[0], errno=error.errno)
+    known = "" if call.startswith("a ") else call.split()[0]
+    return ResourceError(message, call=known, errno=error.errno)

@@ -24,7 +24,7 @@ from dist2.runtime.resources import check_scarcity, system_call
 
 TOKEN_BYTES = 16
 PAGE_BYTES = mmap.PAGESIZE
-_INSTEAD = "set DIST2_TRANSPORT=tcp on all ranks, which needs no shared memory"
+INSTEAD = "set DIST2_TRANSPORT=tcp on all ranks, which needs no shared memory"
 _BLOCK_BYTES = 512  # of what stat(2) counts
 
 
@@ -65,7 +65,7 @@ class Mapping:
 
     def __init__(self, fd: int, nbytes: int) -> None:
         gib = nbytes >> 30
-        with system_call(f"mmap of {gib} GiB of address space for shared memory", _INSTEAD):
+        with system_call(f"mmap of {gib} GiB of address space for shared memory", INSTEAD):
             self.map = mmap.mmap(fd, nbytes)
         self.view = memoryview(self.map)
         self.nbytes = nbytes
@@ -94,7 +94,7 @@ def open_of(pid: int, fd: int, flags: int, name: str) -> int:
     except PermissionError as error:
         raise ResourceError(
             f"the {name} of process {pid} cannot be opened: {error.strerror}: that process or this one has "
-            f"changed its user or capabilities, or a security module keeps them apart; {_INSTEAD}",
+            f"changed its user or capabilities, or a security module keeps them apart; {INSTEAD}",
             call="open",
             errno=error.errno,
         ) from error
@@ -151,11 +151,12 @@ class Arena(Mapping):
 
     def __init__(self, nbytes: int) -> None:
         with ExitStack() as failed:
-            with system_call("memfd_create", _INSTEAD):
+            with system_call("memfd_create", INSTEAD):
                 self.fd = os.memfd_create("dist2", os.MFD_CLOEXEC)
             failed.callback(os.close, self.fd)
-            os.fchmod(self.fd, 0o600)  # the default mode would admit every user that can open /proc/<pid>/fd
-            with system_call(f"ftruncate of shared memory to {nbytes >> 30} GiB", _INSTEAD):
+            with system_call("fchmod", INSTEAD):  # the default mode would admit all users to /proc/<pid>/fd
+                os.fchmod(self.fd, 0o600)
+            with system_call(f"ftruncate of shared memory to {nbytes >> 30} GiB", INSTEAD):
                 os.ftruncate(self.fd, nbytes)
             super().__init__(self.fd, nbytes)
             failed.pop_all()
@@ -176,9 +177,12 @@ class Arena(Mapping):
         return None
 
     def release(self, offset: int, nbytes: int) -> None:
-        """Give memory back, to the kernel too: it reads as zeros when allocated again."""
+        """Give memory back, to the kernel too if that takes it: it reads as zeros when allocated again."""
         length = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-        self.map.madvise(mmap.MADV_REMOVE, offset, length)
+        try:
+            self.map.madvise(mmap.MADV_REMOVE, offset, length)
+        except OSError:  # refused, as by gVisor: then it only reads as zeros
+            ctypes.memset(self.address + offset, 0, length)
         ranges = sorted([*self._free, (offset, offset + length)])
         merged: list[tuple[int, int]] = []
         for start, stop in ranges:

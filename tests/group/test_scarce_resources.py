@@ -94,6 +94,13 @@ def refused(code: int) -> Callable[..., Any]:
         (os, "ftruncate", errno.ENOSPC, r"ftruncate of shared memory to 40 GiB failed: .*\(ENOSPC\): raise"),
         (os, "ftruncate", errno.EFBIG, r"ftruncate .*\(EFBIG\): raise .*ulimit -f.*DIST2_TRANSPORT=tcp"),
         (mmap, "mmap", errno.ENOMEM, r"mmap of 40 GiB of address space .*\(ENOMEM\): raise .*ulimit -v"),
+        (os, "fchmod", errno.EPERM, r"fchmod failed: .*seccomp.*DIST2_TRANSPORT=tcp"),
+        (
+            os,
+            "sched_getaffinity",
+            errno.ENOSYS,
+            r"a system call failed: .*\(ENOSYS\): the kernel or a seccomp",
+        ),
         (os, "eventfd", errno.EMFILE, r"eventfd2 failed: .*\(EMFILE\)"),
         (os, "pipe2", errno.ENFILE, r"pipe2 failed: .*\(ENFILE\): close .*fs.file-max"),
         (os, "pidfd_open", errno.EMFILE, r"pidfd_open failed: .*\(EMFILE\)"),
@@ -164,6 +171,31 @@ def test_a_group_without_its_shared_memory_is_no_longer_known_to_its_node(
             dist2.new_group("socket", LIMIT_S, store=dist2.HashStore(), rank=0, world_size=1, node=node)
     assert not node._fabric._mailboxes
     node.close()
+
+
+@pytest.mark.parametrize("name", ["memfd_create", "pidfd_open", "pipe2"])
+def test_what_shared_memory_needs_is_not_needed_for_connections(name: str, tmp_path: Path) -> None:
+    """So the remedy that the error names is one."""
+
+    def use(rank: int, store: dist2.FileStore) -> None:
+        with dist2.new_group(
+            "socket", LIMIT_S, store=store, rank=rank, world_size=2, transport="tcp", name="connected"
+        ) as pg:
+            total = dist2.shared_empty(2).fill_(1.0)
+            pg.all_reduce(total)
+            assert total.tolist() == [2.0, 2.0]
+            pg.split_by(color=0).shutdown()
+            pg.barrier()
+
+    def body() -> int:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, name, refused(errno.EPERM))
+            use(1, dist2.FileStore(str(tmp_path / "connected"), -1, LIMIT_S))
+        return DONE
+
+    child = forked(body)
+    use(0, dist2.FileStore(str(tmp_path / "connected"), -1, LIMIT_S))
+    assert exit_code(child) == DONE
 
 
 def test_memory_that_python_lacks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -43,6 +44,13 @@ def test_ranks_of_one_process_map_each_arena_once() -> None:
         host.close()
 
 
+class RefusesAdvice:
+    """A mapping on a kernel without ``MADV_REMOVE``."""
+
+    def madvise(self, *arguments: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+
 def test_allocations_do_not_overlap_and_come_back_zeroed() -> None:
     arena = Arena(MIB)
     first, second = arena.allocate(PAGE_BYTES + 1), arena.allocate(10)
@@ -54,6 +62,21 @@ def test_allocations_do_not_overlap_and_come_back_zeroed() -> None:
     again = arena.allocate(2 * PAGE_BYTES)
     assert again == first
     assert bytes(arena.view[first : first + 4]) == bytes(4)
+    arena.close()
+
+
+def test_memory_reads_as_zeros_where_the_kernel_does_not_take_it_back() -> None:
+    arena = Arena(MIB)
+    first, second = arena.allocate(PAGE_BYTES + 1), arena.allocate(10)
+    assert first is not None
+    assert second is not None
+    arena.view[first : second + 4] = bytes([1]) * (second + 4 - first)
+    unlocked, arena.map = arena.map, RefusesAdvice()
+    arena.release(first, PAGE_BYTES + 1)
+    arena.map = unlocked
+    assert arena.allocate(2 * PAGE_BYTES) == first
+    assert bytes(arena.view[first:second]) == bytes(second - first)
+    assert bytes(arena.view[second : second + 4]) == bytes([1]) * 4
     arena.close()
 
 

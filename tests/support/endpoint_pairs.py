@@ -117,7 +117,7 @@ def two_sides(share: bool = True) -> Iterator[tuple[Side, Side]]:
                 5,
                 rank,
                 [card.card for card in cards],
-                node.company(rank, cards, inside=False),
+                node.company(rank, cards, inside=False, share=True),
                 inside=False,
                 share=share,
                 describe=lambda seq, number: Called(1, PRINT, "a test"),

@@ -154,7 +154,7 @@ class SocketBackend(Backend):
         context = context_id(spec.info.uid)
         inside = options.transport is Transport.INPROC
         if company is None:
-            company = node.company(self.rank, place.cards, inside=inside)
+            company = node.company(self.rank, place.cards, inside=inside, share=options.shares_memory)
         self._company = company
         self.endpoint = node.endpoint(
             context,
@@ -162,7 +162,7 @@ class SocketBackend(Backend):
             place.links,
             company,
             inside=inside,
-            share=options.transport in (Transport.AUTO, Transport.SHM),
+            share=options.shares_memory,
             describe=self._describe,
             on_revoked=self._take_revocation,
             names=self.names,
@@ -226,12 +226,11 @@ class SocketBackend(Backend):
         Raises:
             BackendUnavailableError: The caller insists, and they are not.
         """
-        transport = self._options.transport
-        if transport not in (Transport.AUTO, Transport.SHM) or self.world_size == 1:
+        if not self._options.shares_memory or self.world_size == 1:
             return False
         if len(self._company.ranks) == self.world_size - 1:
             return True
-        if transport is Transport.SHM:
+        if self._options.transport is Transport.SHM:
             apart = [rank for rank, card in enumerate(self._place.cards) if not self._node.is_beside(card)]
             raise BackendUnavailableError(
                 f"transport='shm' needs all ranks on one host that can share memory; "

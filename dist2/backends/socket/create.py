@@ -44,11 +44,14 @@ def create(spec: GroupSpec) -> SocketBackend:
             several processes.
         AuthenticationError: A member's notice is not sealed with this process's secret.
         RendezvousError: The address to listen on is not this machine's.
+        ResourceError: The system refused descriptors, memory or a system call.
     """
     options = check(spec.device, spec.options)
     host = options.host or data_host(spec.store)
     node = options.node if options.node is not None else node_pool.acquire(host, spec.info.uid)
     try:
+        if options.shares_memory:
+            node.check_memory()
         deadline = Deadline.after(spec.timeout_s)
         notices = Notices(spec, node.credentials)
         notices.post_tuning(options.tuning)

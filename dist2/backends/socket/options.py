@@ -49,6 +49,11 @@ class SocketOptions:
     node: Node | None = None
 
     @property
+    def shares_memory(self) -> bool:
+        """Whether ranks of one host share memory."""
+        return self.transport in (Transport.AUTO, Transport.SHM)
+
+    @property
     def alike(self) -> dict[str, str]:
         """The options that must be equal on all ranks, as text."""
         return {

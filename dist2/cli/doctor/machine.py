@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dist2.cli.doctor.finding import Finding
 from dist2.runtime.config import environment_value
+from dist2.runtime.shared_memory import INSTEAD
 
 SMALL_SHM_BYTES = 64 << 20
 """The size of ``/dev/shm`` in many containers."""
@@ -84,7 +85,7 @@ def shared_memory() -> Iterator[Finding]:
             "shared memory",
             f"memfd_create: {error.strerror}",
             "ranks of one host cannot share memory",
-            "allow memfd_create(2) in the seccomp profile; meanwhile set DIST2_TRANSPORT=tcp",
+            f"allow memfd_create(2) in the seccomp profile; meanwhile {INSTEAD}",
         )
         return
     if mapped == "mapped":
@@ -94,7 +95,7 @@ def shared_memory() -> Iterator[Finding]:
             "shared memory",
             f"another process of this user cannot open a memfd: {mapped}",
             "ranks of one host cannot share memory",
-            "allow access to /proc/PID/fd (hidepid, seccomp); meanwhile set DIST2_TRANSPORT=tcp",
+            f"allow access to /proc/PID/fd (hidepid, seccomp); meanwhile {INSTEAD}",
         )
     scope = _read("/proc/sys/kernel/yama/ptrace_scope") or "absent"
     if read == "read":
@@ -154,11 +155,11 @@ def deaths() -> Iterator[Finding]:
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
-        yield Finding.warning(
+        yield Finding.problem(
             "pidfd",
             f"pidfd_open: {error.strerror}",
-            "memory of other ranks is not read directly, and their deaths are noticed later",
-            "Linux 5.3 or newer, and a seccomp profile that allows pidfd_open(2)",
+            "ranks of one host cannot share memory, and dist2.launch.local cannot start ranks",
+            f"Linux 5.3 or newer, and a seccomp profile that allows pidfd_open(2); meanwhile {INSTEAD}",
         )
     else:
         yield Finding.ok("pidfd", f"works (Linux {platform.release()})")

@@ -13,7 +13,7 @@ import attrs
 
 from dist2.operation.engine import Bell
 from dist2.runtime.resources import system_call
-from dist2.runtime.shared_memory import open_of
+from dist2.runtime.shared_memory import INSTEAD, open_of
 
 
 @attrs.frozen
@@ -41,7 +41,7 @@ class Doorbell:
     """
 
     def __init__(self) -> None:
-        with system_call("pipe2"):
+        with system_call("pipe2", INSTEAD):
             self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.locator = DoorbellLocator(os.getpid(), self._write_fd)
         self.bell = Bell(self._read_fd)

@@ -141,16 +141,26 @@ class Node:
     ) -> None:
         config = config or Config.from_environment()
         self.credentials = Credentials.of(config)
-        self._shared = SharedHost() if shared_memory.available() else None
-        self._fabric = Fabric(
-            host,
-            spins=_FABRIC_SPINS if os.cpu_count() != 1 else 0,
-            attend_s=attend_s,
-            heartbeat_s=config.heartbeat_s,
-            credentials=self.credentials,
-            rings=self if self._shared is not None else None,
-            congestion=config.congestion,
-        )
+        self._shared: SharedHost | None = None
+        self._refused: ResourceError | None = None
+        try:
+            self._shared = SharedHost() if shared_memory.available() else None
+        except ResourceError as error:  # groups of connections do without: see `check_memory`
+            self._refused = error
+        try:
+            self._fabric = Fabric(
+                host,
+                spins=_FABRIC_SPINS if os.cpu_count() != 1 else 0,
+                attend_s=attend_s,
+                heartbeat_s=config.heartbeat_s,
+                credentials=self.credentials,
+                rings=self if self._shared is not None else None,
+                congestion=config.congestion,
+            )
+        except BaseException:
+            if self._shared is not None:
+                self._shared.close()
+            raise
         self._boards: weakref.WeakSet[Board] = weakref.WeakSet()
         self._spin_us = config.spin_us
         self.card = NodeCard(
@@ -167,6 +177,16 @@ class Node:
         """The unique id of this node."""
         return self.card.card.fabric_id
 
+    def check_memory(self) -> None:
+        """Refuse a group that is to share memory if the system has refused it to this process.
+
+        Raises:
+            ResourceError: It has.
+        """
+        error = self._refused
+        if error is not None:
+            raise ResourceError(str(error), call=error.call, errno=error.errno) from error.__cause__
+
     def is_beside(self, other: NodeCard) -> bool:
         """Whether another member can share memory with this one."""
         return bool(self._shared is not None and other.memory and other.host_id == self.card.host_id)
@@ -176,13 +196,18 @@ class Node:
         """Whether another member is a rank of this process."""
         return Reception.is_inside(other.card.fabric_id)
 
-    def company(self, rank: int, cards: Sequence[NodeCard], *, inside: bool) -> Company:
+    def company(self, rank: int, cards: Sequence[NodeCard], *, inside: bool, share: bool) -> Company:
         """Return the members of a group that are beside one of them, and see to it that their end is noticed.
 
         Args:
             rank: Its group rank.
             cards: The cards of all members.
             inside: All members are nodes of this process, reached without a network.
+            share: Whether the group shares memory. Otherwise a member into which the system lets this process
+                not look is left out: its end is seen at its connection.
+
+        Raises:
+            ResourceError: The system refused a look into a member, and the group shares memory.
         """
         members, lost, pids = [], [], set()
         for other, card in enumerate(cards):
@@ -192,7 +217,12 @@ class Node:
             if inside or other == rank or not self.is_beside(card):
                 continue
             pids.add(card.pid)
-            neighbour = self._watched(card)
+            try:
+                neighbour = self._watched(card)
+            except ResourceError:
+                if share:
+                    raise
+                continue
             if neighbour is None:
                 lost.append(other)
             else:

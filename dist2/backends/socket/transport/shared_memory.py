@@ -25,7 +25,7 @@ from dist2.backends.socket.transport.doorbell import Doorbell, DoorbellLocator, 
 from dist2.errors import Dist2Error, PeerLostError, ResourceError
 from dist2.runtime.other_process import has_ended, how_ended
 from dist2.runtime.resources import system_call
-from dist2.runtime.shared_memory import PAGE_BYTES, TOKEN_BYTES, Arena, ArenaLocator, Mapping, attach
+from dist2.runtime.shared_memory import INSTEAD, PAGE_BYTES, TOKEN_BYTES, Arena, ArenaLocator, Mapping, attach
 
 ARENA_BYTES = 40 << 30
 """Address space, not memory: pages are allocated when touched."""
@@ -157,7 +157,7 @@ class Neighbour:
     def __init__(self, pid: int, arena: ArenaLocator, doorbell: DoorbellLocator) -> None:
         self.pid = pid
         try:
-            with system_call("pidfd_open"):
+            with system_call("pidfd_open", INSTEAD):
                 self._pidfd = os.pidfd_open(pid) if pid != os.getpid() else -1
         except ResourceError as error:
             if error.errno == errno.ESRCH:
@@ -227,8 +227,11 @@ class SharedHost:
     """
 
     def __init__(self) -> None:
-        self.doorbell = Doorbell()
-        self._arena = Arena(ARENA_BYTES)
+        with ExitStack() as failed:
+            self.doorbell = Doorbell()
+            failed.callback(self.doorbell.close)
+            self._arena = Arena(ARENA_BYTES)
+            failed.pop_all()
         directory = self._arena.allocate(_DIRECTORY_BYTES)
         assert directory == PAGE_BYTES  # the first allocation of an arena; neighbours count on it
         self._words = _words_of(self._arena)
