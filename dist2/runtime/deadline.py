@@ -1,5 +1,8 @@
 """The one notion of a limit in time: monotonic deadlines, computed once and handed down.
 
+The clock goes on while a process is stopped (Ctrl-Z, a job that its scheduler suspends). Ranks that were
+stopped together must not find their time up when they are continued: see `extended`.
+
 Hot paths hand down the absolute monotonic nanosecond (`deadline_in`, `remaining_s`). Where the limit itself
 is needed later, for messages or for a last step that may take a little longer, a `Deadline` carries both.
 The timeout of a group must be positive (`seconds`); that of a store may be zero, which means no limit
@@ -23,7 +26,9 @@ __all__ = [
     "Deadline",
     "checked_timeout",
     "deadline_in",
+    "extended",
     "monotonic_ns",
+    "note_wait",
     "remaining_s",
     "seconds",
 ]
@@ -69,6 +74,26 @@ def deadline_in(timeout_s: float) -> int:
 def remaining_s(deadline_ns: int) -> float:
     """Return the seconds left until a deadline, never negative."""
     return max(0, deadline_ns - monotonic_ns()) / 1e9
+
+
+_STOPPED_NS = 1_000_000_000
+"""A wait that ends so much too late was not only kept waiting for a core."""
+_stop = (0, 0)
+"""When this process was stopped last, and when it was continued."""
+
+
+def note_wait(began_ns: int, until_ns: int) -> None:
+    """Take in the end of a wait: one that ends far too late has been stopped, and with it this process."""
+    global _stop
+    now_ns = monotonic_ns()
+    if now_ns - max(began_ns, until_ns) > _STOPPED_NS:
+        _stop = began_ns, now_ns
+
+
+def extended(deadline_ns: int) -> int:
+    """Return a deadline, later by the time of the last stop of this process if it passed meanwhile."""
+    began_ns, ended_ns = _stop
+    return deadline_ns + ended_ns - began_ns if began_ns <= deadline_ns < ended_ns else deadline_ns
 
 
 def checked_timeout(timeout: timedelta | float, argument: str = "timeout") -> timedelta:

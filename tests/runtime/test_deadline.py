@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 
 from dist2.runtime import deadline as deadline_module
-from dist2.runtime.deadline import FOREVER_NS, PAST_NS, Deadline
+from dist2.runtime.deadline import FOREVER_NS, PAST_NS, Deadline, extended
 
 FOREVER = Deadline(FOREVER_NS, 0.0)
 PASSED = Deadline(PAST_NS, 1.0)
@@ -47,3 +47,18 @@ def test_a_pause_ends_with_the_deadline(slept: list[float]) -> None:
     FOREVER.pause(3.0)
     PASSED.pause(3.0)
     assert slept == [3.0, 0.0]
+
+
+def test_a_deadline_that_passes_while_the_process_is_stopped_is_later_by_that_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    began, second = deadline_module.monotonic_ns(), 1_000_000_000
+    monkeypatch.setattr(deadline_module, "_stop", (0, 0))
+    monkeypatch.setattr(deadline_module, "monotonic_ns", lambda: began + 9 * second)
+    deadline_module.note_wait(began, began + 8 * second + 1)  # a little late
+    assert extended(began + second) == began + second
+    deadline_module.note_wait(began, began + second)
+    assert extended(began - 1) == began - 1  # it had passed before
+    assert extended(began + second) == began + 10 * second
+    assert extended(began + 9 * second) == began + 9 * second
+    assert extended(FOREVER_NS) == FOREVER_NS

@@ -71,9 +71,9 @@ def test_memory_reads_as_zeros_where_the_kernel_does_not_take_it_back() -> None:
     assert first is not None
     assert second is not None
     arena.view[first : second + 4] = bytes([1]) * (second + 4 - first)
-    unlocked, arena.map = arena.map, RefusesAdvice()
-    arena.release(first, PAGE_BYTES + 1)
-    arena.map = unlocked
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arena, "map", RefusesAdvice())
+        arena.release(first, PAGE_BYTES + 1)
     assert arena.allocate(2 * PAGE_BYTES) == first
     assert bytes(arena.view[first:second]) == bytes(second - first)
     assert bytes(arena.view[second : second + 4]) == bytes([1]) * 4

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import select
 from collections.abc import Callable
-from time import monotonic_ns
 
 from dist2.backends.socket.transport.boards.control_words import SLEEPING
 from dist2.backends.socket.transport.boards.mismatches import Mismatches
@@ -20,6 +19,7 @@ from dist2.backends.socket.transport.spinning import yield_core
 from dist2.errors import MismatchError
 from dist2.operation.engine import Arrivals
 from dist2.operation.record import Operation
+from dist2.runtime.deadline import extended, monotonic_ns, note_wait
 from dist2.runtime.signals import ctrl_c
 
 _SLEEP_MS = 20
@@ -115,7 +115,7 @@ class Waiting:
             OperationTimeoutError: The deadline has passed.
         """
         absent = self._roster.check(missing, operation)
-        if monotonic_ns() >= operation.deadline_ns:
+        if monotonic_ns() >= extended(operation.deadline_ns):
             late = self._late(absent, operation)
             raise absence(late, self._last_seen(late), self._roster.names)
 
@@ -154,7 +154,7 @@ class Waiting:
                 return
             self.check(missing, operation)
             now_ns = monotonic_ns()
-            longest_ms = sleep_ms(now_ns - operation.started_ns, operation.deadline_ns - now_ns)
+            longest_ms = sleep_ms(now_ns - operation.started_ns, extended(operation.deadline_ns) - now_ns)
             poll = select.poll()
             poll.register(self._doorbell.fileno(), select.POLLIN)
             if messages is not None:
@@ -163,6 +163,7 @@ class Waiting:
                 if member.neighbour.fileno() >= 0:
                     poll.register(member.neighbour.fileno(), select.POLLIN)
             rung = any(fd == self._doorbell.fileno() for fd, _ in poll.poll(longest_ms))
+            note_wait(now_ns, now_ns + int(longest_ms * 1e6))
         finally:
             self._own[SLEEPING] = 0
             before = bell.leave()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from dist2.errors import ResourceError
+from dist2.runtime.deadline import monotonic_ns, note_wait
 from dist2.runtime.lock import Lock
 from dist2.runtime.resources import scarce_resources
 from dist2.runtime.threads import Worker
@@ -93,14 +94,19 @@ class Background:
 
     def _run(self) -> None:
         busy_at = looked_at = time.monotonic()
+        began_ns = monotonic_ns()
         while not self._ended:
             with self._lock:
                 busy, now = self._is_busy(), time.monotonic()
                 busy_at = now if busy else busy_at
                 self._dozes = now - busy_at > _IDLE_S
             # A moment each time, for threads that are about to wait.
-            self._woken.wait((self._period_s or None) if self._dozes else _TICK_S)
+            pause_s = self._period_s if self._dozes else _TICK_S
+            self._woken.wait(pause_s or None)
             self._woken.clear()
+            if busy:  # before it fails what is overdue
+                note_wait(began_ns, began_ns + int(pause_s * 1e9))
+            began_ns = monotonic_ns()
             if busy and not self._ended:
                 self._work()
             if self._period_s and not self._ended and time.monotonic() - looked_at >= self._period_s:

@@ -8,7 +8,6 @@ Long ones are announced.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from time import monotonic_ns
 
 from dist2.backends.socket.transport.links.link import Link
 from dist2.backends.socket.transport.links.linkage import Linkage
@@ -31,6 +30,7 @@ from dist2.backends.socket.transport.messages.transfer import ANY_SOURCE, Receiv
 from dist2.backends.socket.wire import EAGER_BYTES, PROMPT_BYTES, TAGGED, Header, Kind
 from dist2.errors import Dist2Error, PeerLostError, ResourceError
 from dist2.runtime.built import check_built
+from dist2.runtime.deadline import extended, monotonic_ns
 
 check_built(__name__, __file__)
 
@@ -156,7 +156,7 @@ class Dispatch:
             if mailbox.aborted is not None:
                 self._outcomes.fail(mailbox, mailbox.aborted)
             for message in mailbox.pending():
-                if message.deadline_ns < now:
+                if extended(message.deadline_ns) < now:
                     missing = [message.source] if message.source >= 0 else []
                     error = overdue(mailbox, missing, False, self._linkage.shortage())
                     mailbox.note_reason(error)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from time import monotonic_ns
 
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.backends.socket.transport.links.card import Card
@@ -25,6 +24,7 @@ from dist2.errors import (
     PeerLostError,
 )
 from dist2.runtime.built import check_built
+from dist2.runtime.deadline import extended, monotonic_ns, note_wait
 from dist2.runtime.rank_names import RANKS, RankNames
 
 check_built(__name__, __file__)
@@ -190,7 +190,7 @@ class FabricEndpoint:
     def help(self, transfer: Transfer, deadline_ns: int) -> None:
         """Make progress until a message in the background is done, or the deadline passes."""
         if not transfer.done:
-            self._poll_until(lambda: transfer.done, deadline_ns)
+            self._poll_until(lambda: transfer.done, extended(deadline_ns))
             if not transfer.done:
                 self._poller.fail_overdue()
         self._poller.tell_finished()
@@ -243,12 +243,12 @@ class FabricEndpoint:
         """Make progress until ``done()``, telling the other members when that takes long."""
         pause_ns = _PROBE_NS
         while True:
-            pause = min(deadline_ns, monotonic_ns() + pause_ns)
+            pause = min(extended(deadline_ns), monotonic_ns() + pause_ns)
             if self._poll_until(done, pause):
                 return True
             if self._inquiry.is_overdue:
                 self._inquiry.put_off_no_more()
-            if self._interrupted() or monotonic_ns() >= deadline_ns:
+            if self._interrupted() or monotonic_ns() >= extended(deadline_ns):
                 return False
             with self._lock:
                 self._fabric.probes.probe(self._mailbox)
@@ -261,6 +261,7 @@ class FabricEndpoint:
         try:
             return poller.run_until(done, deadline_ns, self._interrupted)
         finally:
+            note_wait(since_ns, deadline_ns)
             if poller.idle_ns != idle_ns:  # a sleep may have begun before: another thread's
                 self.waited_ns += min(poller.idle_ns - idle_ns, monotonic_ns() - since_ns)
 
