@@ -22,6 +22,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
 
@@ -206,7 +207,8 @@ class SharedLog:
                 _steps.under_way = outer  # first: no signal handler can run before it
                 # Covers the lock's acquisition as well: a handler may raise as soon as it is taken.
                 if self._descriptor >= 0:
-                    fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+                    with suppress(OSError):  # where there are no locks, which `_has_locked` has said
+                        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def _run(self, kind: int, step: Callable[[], tuple[Records, _T]], deadline: Deadline) -> _T:
         while True:
@@ -246,6 +248,14 @@ class SharedLog:
             fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
+        except OSError as error:
+            if error.errno is None:  # a signal handler's own
+                raise
+            raise StoreError(
+                f"FileStore {self.path!r} cannot be locked: {error.strerror}: its file system has no flock (such "
+                "as Lustre without the mount option), or a seccomp profile forbids it; use a file on another "
+                "file system, or tcp://"
+            ) from error
         if os.fstat(self._descriptor).st_nlink:
             self._opened = True
             return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import time
 from collections.abc import Callable
@@ -293,3 +294,12 @@ def test_garbage_in_a_log_is_taken_for_an_unfinished_end(garbage: bytes) -> None
     values: dict[bytes, bytes] = {}
     assert 0 <= replay(garbage, values) <= len(garbage)
     assert sum(map(len, values)) <= len(garbage)
+
+
+def test_a_file_system_without_locks_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(file: int, kind: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(StoreError, match="cannot be locked: Function not implemented: .* no flock .* tcp://"):
+        ours(path)
