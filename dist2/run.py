@@ -32,6 +32,7 @@ from typing import Any
 
 import attrs
 
+from dist2.errors import Dist2Error
 from dist2.launch.meeting import HOST, rank_environment, serve_ranks
 from dist2.runtime.config import child_environment, environment_value, temporary_folder
 from dist2.runtime.deadline import deadline_in, remaining_s
@@ -240,7 +241,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     on_ctrl_c = signal.getsignal(signal.SIGINT)
     try:
         for attempt in range(given.max_restarts + 1):
-            ranks = Ranks(command, given.ranks, attempt, given.page)
+            try:
+                ranks = Ranks(command, given.ranks, attempt, given.page)
+            except Dist2Error as error:
+                parser.exit(1, f"no store can be served for the ranks: {error}\n")
             if page is not None:
                 page.starts(ranks.meeting)
             ended = ranks.wait()

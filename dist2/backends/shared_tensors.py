@@ -33,6 +33,7 @@ def shared_empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None) 
     It is an ordinary tensor in all else; views and slices of it are shared as well. Ranks may mix shared
     and ordinary tensors in one collective. The memory goes when the tensor and its views are gone. In a
     forked child the tensor still is the parent's memory, but is an ordinary tensor to the child's groups.
+    Where the system refuses memory that processes share, it is an ordinary tensor from the beginning.
 
     Args:
         shape: Extents, as numbers or as one sequence.

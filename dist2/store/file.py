@@ -252,9 +252,9 @@ class SharedLog:
             if error.errno is None:  # a signal handler's own
                 raise
             raise StoreError(
-                f"FileStore {self.path!r} cannot be locked: {error.strerror}: its file system has no flock (such "
-                "as Lustre without the mount option), or a seccomp profile forbids it; use a file on another "
-                "file system, or tcp://"
+                f"FileStore {self.path!r} cannot be locked: {error.strerror}: its file system has no flock "
+                "(such as Lustre without the mount option), or a seccomp profile forbids it; use a file on "
+                "another file system, or tcp://"
             ) from error
         if os.fstat(self._descriptor).st_nlink:
             self._opened = True

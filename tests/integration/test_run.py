@@ -273,6 +273,18 @@ def test_wrong_arguments(count: str, words: str, capsys: pytest.CaptureFixture[s
     assert words in capsys.readouterr().err
 
 
+def test_a_host_without_its_loopback_address_is_told_without_a_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dist2.run.HOST", "192.0.2.1")  # no host has it
+    with pytest.raises(SystemExit) as ended:
+        main(["-n", "2", "program.py"])
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert said.startswith("no store can be served for the ranks: ")
+    assert "it is no address of this machine" in said
+
+
 def test_a_program_from_standard_input_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["-n", "2", "-"])

@@ -301,5 +301,7 @@ def test_a_file_system_without_locks_is_told(path: Path, monkeypatch: pytest.Mon
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(StoreError, match="cannot be locked: Function not implemented: .* no flock .* tcp://"):
+    with pytest.raises(
+        StoreError, match=r"cannot be locked: Function not implemented: .* no flock .* tcp://"
+    ):
         ours(path)
