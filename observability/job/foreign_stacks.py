@@ -60,7 +60,7 @@ class View:
     """What of a process can be seen from outside.
 
     Attributes:
-        threads: Its Python threads, the main thread last; empty if they cannot be read.
+        threads: Its Python threads; empty if they cannot be read.
         position: Where its main thread was when last seen, in words; empty if unknown.
         source: How that was found.
         reason: Why nothing was found.
@@ -182,8 +182,12 @@ def view_of(pid: int) -> View:
     known = _views.get(pid)
     if known is not None and time.monotonic() - known[0] < FRESH_S:
         return known[1]
-    by_pyspy = _by_pyspy(pid)
-    found = by_pyspy if by_pyspy.threads else _by_signal(pid) or _last_seen(pid) or by_pyspy
+    found = by_pyspy = _by_pyspy(pid)
+    if not by_pyspy.threads:
+        by_signal, last = _by_signal(pid), _last_seen(pid)
+        found = by_signal or last or by_pyspy
+        if by_signal is not None and last is not None and not any(each["main"] for each in by_signal.threads):
+            found = attrs.evolve(last, threads=by_signal.threads)
     if len(_views) > 256:
         _views.clear()
     _views[pid] = time.monotonic(), found
@@ -285,12 +289,17 @@ def _written(memory: int) -> str:
 
 
 def _parsed(text: str) -> tuple[Thread, ...]:
-    """Return the threads of a traceback of `faulthandler`, which has the main thread last."""
+    """Return the threads of a traceback of `faulthandler`.
+
+    It has the main thread last, and of more than 100 threads the latest 100 only: then the main thread is not
+    among them.
+    """
     parts = [part.splitlines() for part in _THREAD.split(text)[1:]]
+    is_cut = text.endswith("\n...\n")
     threads = []
     for index, lines in enumerate(parts):
         found = [match for line in lines if (match := _FRAME.match(line))]
-        is_main = index == len(parts) - 1
+        is_main = index == len(parts) - 1 and not is_cut
         threads.append(
             {
                 "name": "MainThread" if is_main else f"thread {index}",

@@ -56,13 +56,18 @@ _IN_VFORK = frozenset({"kernel_clone", "do_fork", "_do_fork", "wait_for_vfork_do
 
 
 def stacks() -> list[dict[str, Any]]:
-    """Return all Python threads of this process with their frames, the innermost frame first."""
+    """Return the Python threads of this process with their frames, the innermost frame first.
+
+    The main thread is the first, and of `MAX_THREADS` at most.
+    """
     threads = {thread.ident: thread for thread in threading.enumerate()}
+    main = threading.main_thread().ident
     with frames_of_threads() as frames:
         handled = sys._current_exceptions()
+        in_order = sorted(frames, key=lambda ident: ident != main)  # Python has the latest thread first
         return [
             _thread(ident, frames[ident], threads.get(ident), handled.get(ident))
-            for ident in list(frames)[:MAX_THREADS]
+            for ident in in_order[:MAX_THREADS]
         ]
 
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -96,6 +97,31 @@ def test_a_process_is_seen_without_its_help(silent: int, monkeypatch: pytest.Mon
     os.kill(silent, signal.SIGCONT)
     asleep = until(lambda: foreign_stacks._by_signal(silent), "hold_the_lock")
     assert asleep.source == "faulthandler", "the signals have not interrupted the call"
+
+
+def many_threads(pipe: Connection) -> None:
+    """Tell the pid and the name of the first stack of a process with more threads than are shown; wait."""
+    for _ in range(stacks.MAX_THREADS + 20):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    found = stacks.stacks()
+    foreign_stacks.memory.opened(threading.get_native_id())
+    foreign_stacks.memory.note("job.py:7 in load")
+    pipe.send((os.getpid(), len(found), [each["main"] for each in found].index(True)))
+    pipe.recv()
+
+
+def test_the_main_thread_is_told_of_a_process_with_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign_stacks, "FRESH_S", 0.0)
+    monkeypatch.setattr(foreign_stacks, "_by_pyspy", lambda pid: View())
+    with started(many_threads, ()) as (pipe,):
+        pid, count, main = pipe.recv()
+        assert (count, main) == (stacks.MAX_THREADS, 0)
+        seen = until(lambda: view_of(pid), "threading.py")
+        assert not any(each["main"] for each in seen.threads), (
+            "faulthandler tells the latest 100 threads only"
+        )
+        assert look_at_pid(pid).stands.startswith("its main thread was at job.py:7 in load when")
+        pipe.send("end")
 
 
 def until_stopped(pid: int) -> None:
