@@ -23,6 +23,7 @@ AFTER_S = 0.0
 """Operations of any age count: a rank that failed was inside."""
 MOST_BYTES = 1 << 30
 """A zip of more is refused; each file is read up to the size that the zip tells for it."""
+NO_PARTS = "no rank has left a part in this incident: there may have been no room for it"
 _OWN = re.compile(r"\d[\d.]* s\b|\(this is rank \d+\)")
 """Parts of a message in which ranks with one failure differ."""
 
@@ -132,6 +133,8 @@ class Incident:
         the others say of them does.
         """
         told: dict[str, Any] | None = _json(self.path / "desync.json")
+        if told is None and not self.parts:
+            return {**diagnose({}, AFTER_S).document(), "verdict": [NO_PARTS]}
         failures, causes = self._failures(), sorted(self._causes())
         if told is not None:  # failures of a job that waits are consequences
             culprits = told["culprits"] or ([] if told["cycles"] else causes)

@@ -335,12 +335,21 @@ def test_a_folder_that_is_no_incident_is_refused(tmp_path: Path) -> None:
             assert (told.exit_code, reason in told.output) == (2, True), told.output
 
 
+def test_an_incident_without_a_part_is_trouble(tmp_path: Path) -> None:
+    made = folders.joined(tmp_path, "a1b2", "job").path  # the disk was full from then on
+    told = CliRunner().invoke(cli, ["why", str(made)])
+    assert (told.exit_code, "no rank has left a part" in told.output) == (1, True), told.output
+    page = tmp_path / "report.html"
+    assert CliRunner().invoke(cli, ["report", str(made), "-o", str(page)]).exit_code == 0
+    assert "no rank has left a part" in page.read_text()
+
+
 def test_a_zip_of_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folders.joined(tmp_path / "incidents", "a1b2", "job").path
     (folder / "job.json").write_bytes(bytes(1 << 20))
     archive = Path(shutil.make_archive(str(tmp_path / "incident"), "zip", folder))
     assert archive.stat().st_size < 1 << 16
-    assert why(archive).exit_code == 0
+    assert why(archive).exit_code == 1
     monkeypatch.setattr(reading, "MOST_BYTES", 1 << 20)
     told = why(archive)
     assert (told.exit_code, "more than 1048576 bytes" in told.output) == (2, True)
