@@ -127,7 +127,7 @@ def latest_at(root: Path, url: str, after_s: float) -> Path | None:
     is_local = url.startswith("unix:") or is_loopback(urlsplit(url).hostname or "")
     for path in newest(root):
         known = [line.split(" ", 1) for line in _urls(path)]
-        if created(path) >= after_s and any(
+        if max(created(path), _noted(path)) >= after_s and any(
             _place(each[-1]) == _place(url) and not (is_local and each[0] != host) for each in known
         ):
             return path
@@ -166,6 +166,13 @@ def _urls(path: Path) -> list[str]:
     with suppress(OSError):
         return (path / URLS).read_text(errors="replace").splitlines()
     return []
+
+
+def _noted(path: Path) -> float:
+    """Return when a control plane was noted last: a rank may fail while others still start theirs."""
+    with suppress(OSError):
+        return (path / URLS).stat().st_mtime
+    return 0.0
 
 
 def _of_job(root: Path, job: str) -> list[Path]:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -322,6 +323,20 @@ def test_an_incident_is_not_of_a_later_job_at_its_url(
     second = folders.joined(root, "b", "second").path
     folders.add_urls(second, [remote])
     assert folders.latest_at(root, remote, 0.0) == second
+
+
+def test_an_incident_is_of_a_job_whose_control_plane_starts_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("DIST2_INCIDENTS", raising=False)
+    url = "http://127.0.0.1:1"
+    made = folders.joined(token_files.folder() / "incidents", "a", "job").path
+    token_files.write(url, "t")  # of a rank that starts it while another one has failed, and that is killed
+    os.utime(token_files._path_of(url), (time.time() + 1, time.time() + 1))
+    folders.add_urls(made, [url])
+    os.utime(made / folders.URLS, (time.time() + 2, time.time() + 2))
+    assert str(made) in unanswered_at(url, ["why"])
 
 
 def test_an_incident_is_found_by_the_url_of_a_rank_that_writes_no_part(
