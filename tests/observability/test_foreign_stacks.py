@@ -117,9 +117,7 @@ def test_the_main_thread_is_told_of_a_process_with_many_threads(monkeypatch: pyt
         pid, count, main = pipe.recv()
         assert (count, main) == (stacks.MAX_THREADS, 0)
         seen = until(lambda: view_of(pid), "threading.py")
-        assert not any(each["main"] for each in seen.threads), (
-            "faulthandler tells the latest 100 threads only"
-        )
+        assert not any(each["main"] for each in seen.threads), "it tells the latest 100 threads only"
         assert look_at_pid(pid).stands.startswith("its main thread was at job.py:7 in load when")
         pipe.send("end")
 
