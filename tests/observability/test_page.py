@@ -531,6 +531,11 @@ def test_the_headline_names_the_rank_that_called_something_else(browser: str) ->
     with browsing_job(browser, 64, "broken") as page:
         see(page, "#state-title", "A group is broken on ranks 8\N{EN DASH}15 because of rank 9")
         assert page.locator("#next button").first.inner_text() == "Stacks of rank 9"
+        first = page.locator("#grid tbody tr:first-child button")
+        assert first.get_attribute("aria-label") == "Show rank 9"
+        marked = page.locator("#hosts i.waited-for")
+        assert marked.get_attribute("title") == "rank 9 on node-001: broken, the cause"
+        assert page.locator("#hosts i.broken").count() == 7
 
 
 def test_the_headline_says_how_a_process_died_and_the_page_of_another_rank_is_offered(browser: str) -> None:

@@ -27,7 +27,9 @@ function shaded(job, measure) {
   return values.map(value => value === undefined ? ["none", "unknown"] : [`h${level(value)}`, measure.text(value)]);
 }
 
-const ofStates = job => job.ranks.map(rank => [rank.state.replaceAll(" ", "-"), rank.state]);
+// All ranks of a group break together: the one that is the cause looks like one that is waited for.
+const ofStates = (job, causes) => job.ranks.map(rank => rank.state === "broken" && causes.has(rank.rank) ? ["waited-for", "broken, the cause"]
+  : [rank.state.replaceAll(" ", "-"), rank.state]);
 
 function arrange(job) {
   const byHost = new Map();
@@ -54,11 +56,11 @@ function arrange(job) {
   }));
 }
 
-export function showHeat(job, chosen) {
+export function showHeat(job, causes, chosen) {
   $("map").hidden = job.ranks.length <= MANY;
   if ($("map").hidden) return;
   arrange(job);
-  const shade = $("shade").value, shown = shade === "state" ? ofStates(job) : shaded(job, MEASURES[shade]);
+  const shade = $("shade").value, shown = shade === "state" ? ofStates(job, causes) : shaded(job, MEASURES[shade]);
   if (shade === "state") setText($("map-scale"), "");
   job.ranks.forEach((rank, index) => {
     const square = cells.get(rank.rank), [tone, text] = shown[index], kind = `${tone}${rank.rank === chosen ? " chosen" : ""}`;

@@ -72,14 +72,14 @@ function columnsOf(job) {
   return group => together(members.get(wild(group.name))) ? wild(group.name) : merged(group.name);
 }
 
-function showGrid(job, works, chosen, choose) {
+function showGrid(job, works, causes, chosen, choose) {
   const columnOf = columnsOf(job), groups = answered(job).flatMap(rank => rank.groups);
   const loops = job.ranks.some(rank => rank.steps?.length);
   const broken = brokenGroup(job), late = works.filter(work => work.age_s > OLD_S && !work.p2p);
   const troubled = new Set(late.map(work => work.uid).concat(broken ? [broken.uid] : []));
   const place = group => group.state === "closed" ? 2 : Number(!troubled.has(group.uid) && group.state !== "broken");  // in trouble first
   const names = [...new Set(groups.sort((a, b) => place(a) - place(b)).map(columnOf))].slice(0, COLUMNS);
-  const urgency = rank => ["waited for", "broken", "silent", "waiting", "ok"].indexOf(rank.state);  // where not all are on the screen
+  const urgency = rank => causes.has(rank.rank) ? -1 : ["waited for", "broken", "silent", "waiting", "ok"].indexOf(rank.state);  // where not all are on the screen
   const some = job.ranks.length <= MANY ? job.ranks : [...job.ranks].sort((a, b) => urgency(a) - urgency(b) || a.rank - b.rank);
   $("grid").classList.toggle("dense", job.ranks.length > MANY);
   table("grid", [
@@ -171,6 +171,7 @@ function judged(job) {
 const ranks = some => named(some.map(rank => rank.rank));
 const withoutAges = text => text.replace(/ for \d+(\.\d+)? s\b/g, "");
 
+// Shows the banner; returns the ranks that it names as the cause.
 function showState(job, look) {
   const { sign, tone, title, lines, at } = judged(job);
   $("state").className = `banner ${tone}`;
@@ -179,7 +180,7 @@ function showState(job, look) {
   setText($("announce"), [title, ...lines.slice(0, 1).map(withoutAges)].join(". "));
   const next = $("next"), key = JSON.stringify([at.slice(0, 3), tone]);
   next.hidden = tone === "good";
-  if (next.shown === key) return;
+  if (next.shown === key) return new Set(at);
   next.shown = key;
   const buttons = at.slice(0, 3).map(rank => {
     const button = document.createElement("button");
@@ -197,21 +198,22 @@ function showState(job, look) {
     return link;
   });
   next.replaceChildren(...buttons, ...links);
+  return new Set(at);
 }
 
 export function showJob(job, chosen, choose, look) {
   const works = inFlight(job), well = job.ranks.filter(rank => rank.state === "ok").length;
-  showState(job, look);
+  const causes = showState(job, look);
   setText($("tile-ranks"), `${grouped(job.ended ? 0 : well)} of ${grouped(job.world_size)}`);
   const others = Object.keys(STATES).slice(1).map(state => [state, job.ranks.filter(rank => rank.state === state).length]).filter(([, n]) => n);
   setText($("tile-ranks-note"), others.map(([state, n]) => `${grouped(n)} ${state}`).join(", ") || (job.ended ? "at the end, all worked" : "none waits"));
-  showGrid(job, works, chosen, choose);
+  showGrid(job, works, causes, chosen, choose);
   showInFlight(works);
   showErrors(job);
   setText($("who"), `${job.name ? `${job.name}: ` : ""}job of ${plural(job.world_size, "rank")}, asked rank ${job.asked_rank}`);
   document.body.classList.toggle("large", job.ranks.length > LARGE);
   document.body.classList.toggle("crowded", job.ranks.length > CROWDED);
-  showHeat(job, chosen);
+  showHeat(job, causes, chosen);
   document.title = $("state").classList.contains("good") ? `${job.name ?? "dist2"}, ${plural(job.world_size, "rank")}`
     : `⚠ ${job.name ?? "dist2"}: ${$("state-title").textContent.slice(2)}`;
 }
