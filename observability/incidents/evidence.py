@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,9 @@ SHARED = (
     RendezvousError,
 )
 """Errors that ranks raise together: a rank that raises one is not the cause for that."""
+CGROUPS, MEMORY_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+UNLIMITED_KB = 1 << 50
+"""The first version of control groups has a large number where there is no limit."""
 DUMP = "flight_"
 """Prefix of the dumps for torchfrtrace, which end with the rank."""
 
@@ -212,7 +216,7 @@ def seen_from_here(info: GroupInfo, ranks: Iterable[int]) -> dict[str, Any]:
 
 
 def _memory() -> dict[str, str]:
-    """Return the memory of this process and of the host, as the kernel tells it."""
+    """Return the memory of this process, of the host and of the control group that has the least limit."""
     wanted = {
         "/proc/self/status": ("VmRSS", "VmSwap", "Threads"),
         "/proc/meminfo": ("MemAvailable", "SwapFree"),
@@ -225,7 +229,32 @@ def _memory() -> dict[str, str]:
             continue
         fields = dict(line.split(":", 1) for line in lines if ":" in line)
         found |= {name: fields[name].strip() for name in names if name in fields}
-    return found
+    limits = sorted(_memory_limits())
+    return (
+        found
+        if not limits
+        else found | {"GroupLimit": f"{limits[0][0]} kB", "GroupUsed": f"{limits[0][1]} kB"}
+    )
+
+
+def _memory_limits() -> Iterator[tuple[int, int]]:
+    """Yield limit and use, in kB, of each control group of this process that has a limit of memory."""
+    try:
+        lines = CGROUPS.read_text().splitlines()
+    except OSError:
+        return
+    files = {"memory": ("limit_in_bytes", "usage_in_bytes"), "": ("max", "current")}
+    for line in lines:
+        _, controllers, own = line.split(":", 2)
+        for controller in {*controllers.split(",")} & files.keys():
+            limit, used = files[controller]
+            path = Path(own.lstrip("/"))
+            # A container may have its own group at the root, and be told the path on its host.
+            for group in (MEMORY_GROUPS / controller / each for each in (path, *path.parents)):
+                with suppress(OSError, ValueError):  # there is none, or it is "max"
+                    limit_kb = int((group / f"memory.{limit}").read_text()) >> 10
+                    if limit_kb < UNLIMITED_KB:
+                        yield limit_kb, int((group / f"memory.{used}").read_text()) >> 10
 
 
 def _versions() -> dict[str, str]:
