@@ -70,7 +70,8 @@ class Asker:
         bearer = job_token(self.secrets) if token is None else token
         host = urlsplit(url).hostname or ""
         if bearer is not None and url.startswith("http://") and not is_loopback(host):
-            raise InvalidUsageError(f"{url!r} is not encrypted and {host!r} is not this host: {NEEDS_TLS}")
+            what = f"{host!r} is not this host, and the URL does not begin with https://"
+            raise InvalidUsageError(f"{what}: {NEEDS_TLS}")
         request = _request(url, bearer, body)
         for _ in range(TRIES - 1):
             try:

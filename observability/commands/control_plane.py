@@ -33,6 +33,10 @@ _ELSEWHERE = (
     "--token-file or DIST2_CONTROL_TOKEN"
 )
 _QUERY_TOKEN = f"the query of the URL has a token, which no control plane reads and {_ELSEWHERE}"
+_TRUST = (
+    "set DIST2_TLS_CERT, DIST2_TLS_KEY and DIST2_TLS_CA as in the job, "
+    "or SSL_CERT_FILE to the certificate of its CA"
+)
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -106,7 +110,7 @@ class ControlPlane:
         except (OSError, Dist2Error, ValueError) as error:
             if isinstance(getattr(error, "reason", None), SSLCertVerificationError):
                 untrusted = f"{self.base} has a certificate that is not trusted here: {_one_line(error)}"
-                raise NoAnswerError(f"{untrusted}; set DIST2_TLS_CA as in the job") from None
+                raise NoAnswerError(f"{untrusted}; {_TRUST}") from None
             raise NoAnswerError(f"{self.base} does not answer: {_one_line(error)}") from error
 
     def get_json(self, path: str, timeout_s: float = ANSWER_S) -> dict[str, Any]:

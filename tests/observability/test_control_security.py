@@ -190,7 +190,7 @@ def test_a_command_without_the_authority_of_the_job_is_told_the_remedy(
     ended = CliRunner().invoke(cli, ["why", server.url])
     assert ended.exit_code == NO_ANSWER
     assert "is not trusted here" in ended.output
-    assert "set DIST2_TLS_CA as in the job" in ended.output
+    assert "SSL_CERT_FILE to the certificate of its CA" in ended.output
 
 
 def test_who_does_not_speak_tls_gets_nothing(encrypted: tuple[Server, ssl.SSLContext]) -> None:
