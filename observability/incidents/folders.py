@@ -183,17 +183,23 @@ def _key(job: str) -> str:
     return re.sub(r"[^\w.]", "", job)[:12]
 
 
-def named(root: Path, name: str, job: str) -> Path:
-    """Return the folder of a name that another rank has chosen; make it if it is not here.
+def named(root: Path, folder: str, job: str, name: str) -> Path:
+    """Return the folder that another rank has chosen; make it if it is not here.
+
+    Args:
+        root: Where incidents are.
+        folder: Its name.
+        job: Equal on all ranks of the job.
+        name: Of its first group.
 
     Raises:
         ValueError: It is no name of a folder.
         OSError: It cannot be made.
     """
-    if not _NAME.fullmatch(name):
-        raise ValueError(f"not a name of an incident: {name[:80]!r}")
+    if not _NAME.fullmatch(folder):
+        raise ValueError(f"not a name of an incident: {folder[:80]!r}")
     with _locked(root):
-        path = root / name
+        path = root / folder
         if not path.exists():
             path.mkdir(mode=0o700)
             head = {"format": FORMAT, "job": job, "name": name, "at_s": time.time()}

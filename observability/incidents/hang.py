@@ -166,8 +166,10 @@ class HangRecorder:
         from observability.incidents.evidence import write_part
 
         try:
-            path = folders.named(recording.root, name, (recording.first or info).uid)
+            job = recording.first or info
+            path = folders.named(recording.root, name, job.uid, job.name)
             write_part(path, "hang", info, why, None)
+            recording.note_places(path)
         except OSError as error:  # the policy holds without evidence, too
             level = logging.INFO if is_told else logging.WARNING  # a thousand ranks would say the same
             words = "the part of rank %d in an incident cannot be written: %s"

@@ -99,12 +99,16 @@ class Recording:
     def note(self, folder: folders.Folder) -> None:
         """Remember an incident, and note its URLs; the process that has made its folder tells the path."""
         self.joined(folder.path)
-        with suppress(OSError):  # the evidence is there without
-            known = list(self.known.values())
-            folders.add_places(folder.path, ((each.process.host, each.url) for each in known))
+        self.note_places(folder.path)
         if folder.is_new:
             self.made(folder.path)
             log.warning("incident: %s", folder.path, extra={"path": str(folder.path)})
+
+    def note_places(self, path: Path) -> None:
+        """Note the control planes that this process knows: commands find the incident by each of them."""
+        with suppress(OSError):  # the evidence is there without
+            known = list(self.known.values())
+            folders.add_places(path, ((each.process.host, each.url) for each in known))
 
     def joined(self, path: Path) -> None:
         """Remember an incident that this rank has a part in."""

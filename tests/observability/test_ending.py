@@ -367,7 +367,7 @@ def test_ranks_add_their_control_planes_to_an_incident_of_another(
     token_files.remove(closed)  # as an error leaves a block, before the interpreter has ended
     for _ in range(2):
         assert folders.joined(root, "a", "job").path == made
-        folders.named(root, made.name, "a")
+        folders.named(root, made.name, "a", "job")
     assert [line.split()[1] for line in (made / folders.URLS).read_text().splitlines()] == [
         "http://127.0.0.1:1"
     ]

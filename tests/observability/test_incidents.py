@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -33,15 +34,18 @@ import observability
 from dist2 import GroupAbortedError, ProcessGroup
 from dist2.cli.app import cli
 from dist2.errors import Dist2Error, InvalidUsageError, OperationTimeoutError
+from dist2.operation.signature import GroupInfo
 from dist2.runtime.config import Config, shown_environment
+from dist2.runtime.other_process import Process
 from observability.flight_recorder import instrument
-from observability.incidents import folders, reading
+from observability.incidents import evidence, folders, reading
 from observability.incidents import hang as hang_policy
 from observability.incidents.hang import EXIT_CODE, HangRecorder
 from observability.incidents.reading import Incident
 from observability.incidents.recording import Recording
 from observability.job.answer import Answer
 from observability.job.diagnosis import Diagnosis, Missing, Waiting
+from observability.job.directory import Entry
 
 INPROC = Tenant("inproc", "socket", {"transport": "inproc"})
 
@@ -108,10 +112,59 @@ def test_parts_of_one_trouble_meet_in_one_folder(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(time, "strftime", lambda form: "20990101-000000")
     later = folders.joined(tmp_path, "a1b2", "my job/x")
     assert later.is_new
-    assert folders.named(tmp_path, later.path.name, "a1b2") == later.path
+    assert folders.named(tmp_path, later.path.name, "a1b2", "my job/x") == later.path
     for name in ("../x", "x", "20990101-000000-a/b"):
         with pytest.raises(ValueError, match="not a name of an incident"):
-            folders.named(tmp_path, name, "a1b2")
+            folders.named(tmp_path, name, "a1b2", "my job/x")
+
+
+def test_an_incident_that_another_host_began_has_the_name_of_the_job(tmp_path: Path) -> None:
+    path = folders.named(tmp_path, "20990101-000000-my-job-x-a1b2", "a1b2", "my job/x")
+    (path / "hang-0.json").write_text("{}")
+    assert Incident.read(path).head["name"] == "my job/x"
+
+
+def test_a_part_tells_the_urls_of_other_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recording, url = Recording(tmp_path), "https://10.0.0.1:9400"
+    recording.known = {0: Entry(0, url, attrs.evolve(Process.here(), host="node-a"))}
+    hang: Any = HangRecorder(Asked(), recording, "observe", 1.0)  # type: ignore[arg-type]
+    monkeypatch.setattr(
+        Asked, "info", lambda self: GroupInfo("a1b2", "job", "", "", 1, (0, 1)), raising=False
+    )
+    asked = {"folder": "20990101-000000-x-a1b2", "why": "it waits", "then": "observe", "acts": False}
+    hang.take_part(asked)
+    assert recording.latest is not None
+    assert f"node-a {url}\n" in (recording.latest / folders.URLS).read_text()
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/a/b\n", {"a/memory": ("max", "current", 4096), "memory": ("max", "current", 8192)}, "4 kB"),
+        ("4:memory:/x/y\n0::/\n", {"memory/memory": ("limit_in_bytes", "usage_in_bytes", 8192)}, "8 kB"),
+        ("4:cpu,memory:/x\n", {"memory/x/memory": ("limit_in_bytes", "usage_in_bytes", 2**63 - 4096)}, None),
+        ("0::/\n", {}, None),
+    ],
+)
+def test_the_memory_limit_of_a_control_group_is_evidence(
+    groups: str,
+    files: dict[str, tuple[str, str, int]],
+    expected: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, (limit, used, value) in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"{name}.{limit}").write_text(f"{value}\n")
+        (tmp_path / f"{name}.{used}").write_text("2048\n")
+    (tmp_path / "a" / "b").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "a" / "b" / "memory.max").write_text("max\n")
+    (tmp_path / "groups").write_text(groups)
+    monkeypatch.setattr(evidence, "CGROUPS", tmp_path / "groups")
+    monkeypatch.setattr(evidence, "MEMORY_GROUPS", tmp_path)
+    found = evidence._memory()
+    assert "VmRSS" in found
+    assert (found.get("GroupLimit"), found.get("GroupUsed")) == (expected, expected and "2 kB")
 
 
 def test_parts_meet_though_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
