@@ -36,6 +36,7 @@ from observability.clocks import clock_id
 from observability.flight_recorder import FlightRecorder
 from observability.job import gathering
 from observability.job.answer import Answer
+from observability.job.calls import shorten
 from observability.job.directory import Entry
 from observability.job.gathering import read_request
 from observability.job.member import Member
@@ -101,9 +102,12 @@ class Rank(Member):
     def own_answer(self, wanted: Mapping[str, Any]) -> Answer:
         if "entries" in wanted:
             return Answer(state={"epoch_ns": time.time_ns(), "entries": self._entries(**wanted)})
-        return Answer(state=self._state())
+        state = self._state(int(wanted.get("history", 1)))
+        for group in state["groups"].values():
+            shorten(group)
+        return Answer(state=state)
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self, history: int = 1) -> dict[str, Any]:
         everyone = f"0-{len(self.ranks) - 1}"
         in_flight = [] if self.is_late else [operation("world", 813, WAITED_S)]
         begun = 812 + len(in_flight)
@@ -130,7 +134,13 @@ class Rank(Member):
             "epoch_ns": time.time_ns(),
             "main": place,
             "groups": {
-                name: {**group, **counts, "name": name, "recent": [operation(name, 812)]} for name in GROUPS
+                name: {
+                    **group,
+                    **counts,
+                    "name": name,
+                    "recent": [operation(name, 812 - each) for each in range(history)],
+                }
+                for name in GROUPS
             },
             "steps": [{"name": "train", "typical": STEP, "latest": [step] * 4}],
             "in_flight": in_flight,

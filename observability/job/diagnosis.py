@@ -23,6 +23,7 @@ from typing import Any
 import attrs
 
 from observability.job.answer import ELSEWHERE, Answers, State
+from observability.job.calls import fingerprints, text_of
 from observability.job.graph import cycles, longest_path_to
 from observability.job.messages import owed
 from observability.job.rank_text import named, place_of, ranks_of
@@ -486,24 +487,23 @@ class _Diagnostician:
 
     def _divergences(self) -> Iterator[str]:
         """Yield the first number of each group under which members called different things."""
-        calls: dict[tuple[str, int], dict[int, State]] = defaultdict(dict)
-        for rank, state in self._states.items():
+        seen: dict[str, dict[int, str]] = defaultdict(dict)
+        apart_at: dict[str, int] = {}
+        for state in self._states.values():
             for uid, group in state["groups"].items():
-                for operation in group["recent"]:
-                    calls[uid, operation["seq"]][rank] = operation
-        said: set[str] = set()
-        for (uid, seq), by_rank in sorted(calls.items()):
-            if uid in said or len({each["fingerprint"] for each in by_rank.values()}) < 2:
-                continue
-            said.add(uid)
+                for seq, fingerprint in fingerprints(group).items():
+                    if seen[uid].setdefault(seq, fingerprint) != fingerprint:
+                        apart_at[uid] = min(seq, apart_at.get(uid, seq))
+        for uid, seq in sorted(apart_at.items()):
             kinds: dict[str, list[int]] = defaultdict(list)
-            for rank, each in by_rank.items():
-                kinds[f"{each['call']} at {each['where']}"].append(rank)
+            for rank, state in self._states.items():
+                if (group := state["groups"].get(uid)) and (text := text_of(group, seq)):
+                    kinds[text].append(rank)
+                    name = group["name"]
             ordered = _by_size(kinds)
             if len(ordered[0][1]) > len(ordered[1][1]):
                 self._apart += [rank for _, ranks in ordered[1:] for rank in ranks]
             apart = "; ".join(f"{named(sorted(ranks))}: {call}" for call, ranks in ordered)
-            name = next(iter(by_rank.values()))["group"]
             yield f"group {name} diverges at operation #{seq}: {apart}"
 
     def _chains(self, culprits: list[int]) -> Iterator[str]:

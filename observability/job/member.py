@@ -21,6 +21,7 @@ from observability.exposition import dist2_version
 from observability.flight_recorder import FlightRecorder, global_rank
 from observability.frames import no_collection
 from observability.job.answer import RANK_S, Answer, how_ended
+from observability.job.calls import shorten
 from observability.job.diagnosis import Diagnosis, Key, diagnose
 from observability.job.directory import Directory, Entry, hubs_of
 from observability.job.documents import job_document, stack_rows
@@ -168,6 +169,8 @@ class Member:
             entries = document_of(self.witness.recorder, self.rank, after_ns, most)
             return Answer(state={"epoch_ns": time.time_ns(), "entries": entries})
         state = self.witness.state(min(max(int(wanted.get("history", 1)), 1), HISTORY))
+        for group in state["groups"].values():
+            shorten(group)
         if wanted.get("stacks"):
             state["threads"] = stacks()
         if wanted.get("traffic"):

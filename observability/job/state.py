@@ -27,7 +27,7 @@ from observability.job.workers import AFTER_S, Workers
 from observability.metrics import Metrics
 from observability.steps import steps
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Of the data below: control planes of another number say so, and are not read."""
 
 MAX_IN_FLIGHT = 64

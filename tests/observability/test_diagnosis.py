@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from observability.job.answer import ELSEWHERE, NO_ANSWER, NO_PART, Answer, how_ended
+from observability.job.calls import shorten
 from observability.job.diagnosis import Diagnosis, diagnose, waiting_in
 from observability.job.gathering import read_request
 from observability.job.rank_text import named, rank_text, ranks_of
@@ -53,6 +54,21 @@ def rank(
 def test_nothing_waits_where_operations_are_young() -> None:
     young = operation(5, age_s=0.5)
     assert diagnose({0: rank(5, young), 1: rank(4), 2: rank(5, young)}, AFTER_S) == Diagnosis()
+
+
+def test_calls_that_are_told_as_columns_are_compared() -> None:
+    answers = {number: rank(9, operation(10)) for number in range(3)}
+    for number, answer in answers.items():
+        assert answer.state is not None
+        group = answer.state["groups"]["w"]
+        before = [operation(seq, "barrier" if (number, seq) == (1, 7) else "all_reduce") for seq in (8, 7, 6)]
+        group["recent"] += before
+        shorten(group)
+        assert len(group["recent"]) == 1
+        assert group["earlier"]["seqs"] == [8, 7, 6]
+    told = diagnose(answers, AFTER_S).divergences
+    apart = "ranks 0, 2: all_reduce(float32[4]) at job.py:7; rank 1: barrier(float32[4]) at job.py:7"
+    assert told == (f"group group-w diverges at operation #7: {apart}",)
 
 
 def test_a_group_that_one_member_closed_or_never_made() -> None:
