@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -121,11 +121,22 @@ def write_answers(folder: Path, answers: Answers, found: Diagnosis, asked_rank: 
     """
     documents = {
         "job": job_document(answers, found, asked_rank, took_s),
-        "stacks": stack_rows(answers),
+        "stacks": _most_wanted(stack_rows(answers), found.culprits),
         "desync": found.document(),  # last: ranks that wait for the verdict may end the job
     }
     for name, document in documents.items():
-        folders.write(folder / f"{name}.json", json.dumps(document, default=repr))
+        folders.write(folder / f"{name}.json", json.dumps(document, default=repr), folders.ANSWERS_BYTES)
+
+
+def _most_wanted(rows: list[dict[str, Any]], culprits: Collection[int]) -> list[dict[str, Any]]:
+    """Return as many rows as have room, those of the culprits first; each rank has its own in its part."""
+    size, found = 0, list[dict[str, Any]]()
+    for row in sorted(rows, key=lambda row: row["rank"] not in culprits):
+        size += len(json.dumps(row, default=repr))
+        if size > folders.ANSWERS_BYTES // 2:
+            break
+        found.append(row)
+    return found
 
 
 def witness_of(info: GroupInfo | None) -> Witness:

@@ -40,7 +40,9 @@ SHARE = 8
 MOST_AGE_S = 14 * 86400.0
 LOCK_S = 2.0
 PART_BYTES = 8 << 20
-"""Size of a file of an incident; a longer one is left out."""
+"""Size of a file of one rank; a longer one is left out."""
+ANSWERS_BYTES = 64 << 20
+"""Size of a file with the answers of all ranks: 4,096 ranks have 13 MiB in ``job.json``."""
 _NAME = re.compile(r"\d{8}-\d{6}-[\w.-]{1,64}")
 
 
@@ -210,8 +212,8 @@ def named(root: Path, folder: str, job: str, name: str) -> Path:
         return path
 
 
-def write(path: Path, data: bytes | str) -> None:
-    """Write a file of an incident in one step, unless it is there or too long.
+def write(path: Path, data: bytes | str, most: int = PART_BYTES) -> None:
+    """Write a file of an incident in one step, unless it is there or has more bytes than ``most``.
 
     Errors have URLs in their texts, and those may have passwords: these are left out.
 
@@ -219,7 +221,7 @@ def write(path: Path, data: bytes | str) -> None:
         OSError: It cannot be written.
     """
     content = without_url_users(data).encode(errors="replace") if isinstance(data, str) else data
-    if path.exists() or len(content) > PART_BYTES:
+    if path.exists() or len(content) > most:
         return
     # Ranks may be threads of one process, or have equal process ids in containers that share the folder.
     partial = path.with_name(f".{path.name}-{os.getpid()}-{threading.get_native_id()}.part")

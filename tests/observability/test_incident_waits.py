@@ -229,10 +229,10 @@ def test_the_verdict_is_told_though_the_disk_is_full_by_then(
 ) -> None:
     write = folders.write
 
-    def fails(path: Path, data: bytes | str) -> None:
+    def fails(path: Path, data: bytes | str, most: int = folders.PART_BYTES) -> None:
         if path.name == waits_module.VERDICT:
             raise OSError(28, "No space left on device")
-        write(path, data)
+        write(path, data, most)
 
     monkeypatch.setattr(folders, "write", fails)
     with logged() as records:

@@ -397,6 +397,28 @@ def test_an_incident_without_a_part_is_trouble(tmp_path: Path) -> None:
     assert "no rank has left a part" in page.read_text()
 
 
+def test_the_stacks_of_the_culprits_come_first_where_there_is_no_room_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "ANSWERS_BYTES", 10_000)
+    thread = {"name": "MainThread", "main": True, "frames": [{"name": "f", "file": "x" * 400, "line": 1}]}
+    seen = {
+        "threads": [],
+        "python": [thread],
+        "words": "",
+        "state": "S",
+        "cause": "",
+        "stands": "",
+        "unseen": "",
+    }
+    answers = {rank: Answer(silence="it sleeps", outside=seen) for rank in range(9)}
+    made = folders.joined(tmp_path, "a1b2", "job").path
+    evidence.write_answers(made, answers, Diagnosis(culprits=(7,)), 0, 0.0)
+    ranks = [row["rank"] for row in json.loads((made / "stacks.json").read_text())]
+    assert ranks[:3] == [7, 0, 1]
+    assert len(ranks) < 9
+
+
 def test_a_zip_of_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folders.joined(tmp_path / "incidents", "a1b2", "job").path
     (folder / "job.json").write_bytes(bytes(1 << 20))
