@@ -78,7 +78,8 @@ FIRST_OF_MANY = """async () => {
   const { showJob } = await import("/job.js");
   const { get } = await import("/session.js"), job = await get("/job"), [one] = job.ranks;
   const rank = number => ({ ...one, rank: number, state: number === 18 ? "waited for" : "waiting" });
-  showJob({ ...job, ranks: Array.from({ length: 20 }, (_, number) => rank(number)) }, 0, () => {}, () => {});
+  const ranks = Array.from({ length: 20 }, (_, number) => rank(number));
+  showJob({ ...job, culprits: [18], ranks }, 0, () => {}, () => {});
   return document.querySelector("#grid tbody button").ariaLabel;
 }"""
 
