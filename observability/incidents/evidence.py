@@ -241,11 +241,10 @@ def _memory() -> dict[str, str]:
         fields = dict(line.split(":", 1) for line in lines if ":" in line)
         found |= {name: fields[name].strip() for name in names if name in fields}
     limits = sorted(_memory_limits())
-    return (
-        found
-        if not limits
-        else found | {"GroupLimit": f"{limits[0][0]} kB", "GroupUsed": f"{limits[0][1]} kB"}
-    )
+    if limits:
+        limit_kb, used_kb = limits[0]
+        found |= {"GroupLimit": f"{limit_kb} kB", "GroupUsed": f"{used_kb} kB"}
+    return found
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
