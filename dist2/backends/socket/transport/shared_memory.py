@@ -135,12 +135,14 @@ class Directory:
                 entry = (entry - 1) % DIRECTORY_ENTRIES
 
     def _entry_of(self, context: int) -> int | None:
-        words, entry = self._words, context % DIRECTORY_ENTRIES
-        while words[2 * entry] != context:
+        words = self._words
+        for each in range(context, context + DIRECTORY_ENTRIES):
+            entry = each % DIRECTORY_ENTRIES
+            if words[2 * entry] == context:
+                return entry
             if words[2 * entry] == _FREE:
-                return None
-            entry = (entry + 1) % DIRECTORY_ENTRIES
-        return entry
+                break
+        return None
 
 
 class Neighbour:

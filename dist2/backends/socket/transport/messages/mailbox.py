@@ -191,7 +191,7 @@ class Mailbox:
             words = str(error)
             if not isinstance(error, ResourceWarning):  # that is no failure: the process ended
                 words = ": ".join(filter(None, (type(error).__name__, words)))
-            self.reason = words.encode(errors="replace")[:REASON_BYTES]
+            self.reason = words[:REASON_BYTES].encode(errors="replace")[:REASON_BYTES]
 
     def take_reason(self, peer: int, text: bytearray | None) -> None:
         """Note the reported cause of another rank, if there is one."""
