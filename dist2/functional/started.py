@@ -33,7 +33,7 @@ _starting = _Starting()
 def run(call: Callable[..., Any], *arguments: Any) -> None:
     """Call a method of a group: complete at the end, or only issued inside `starting`."""
     if _starting.works is None:
-        call(*arguments)
+        call(*arguments).wait()  # which a coalescing block refuses: the result would be read before it ends
     else:
         _starting.works.append(call(*map(_untracked, arguments), async_op=True))
 

@@ -16,6 +16,7 @@ from dist2.backends.base import Backend, GroupSpec
 from dist2.errors import ArgumentTypeError, InvalidUsageError, NanError
 from dist2.operation.contract import GroupParts, Run
 from dist2.operation.execution import Tensors
+from dist2.operation.kinds import OpKind
 from dist2.operation.plan_cache import Plan
 from dist2.operation.record import Operation
 from dist2.operation.runner import Timeout
@@ -118,8 +119,11 @@ def check_nan(operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
     Raises:
         NanError: Names the rank, the call and its line, the tensor and the index.
     """
+    signature, group = operation.signature, operation.signature.group
+    if signature.kind is OpKind.BROADCAST and signature.root != group.rank:
+        return  # its tensor is only written
     for name, index in _nans(inputs):
-        group, code = operation.signature.group, operation.code
+        code = operation.code
         where = f" at {code.co_filename}:{operation.line}" if code is not None else ""
         raise NanError(
             f"{group.names([group.rank])} passes NaN to {operation.signature}{where}: {name} has it at index "
@@ -136,7 +140,7 @@ def check_nan(operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
 def _nans(tensors: Tensors) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield each tensor that has a NaN, by its name, with the index of the first one."""
     for number, tensor in enumerate(tensors):
-        if tensor.is_floating_point() or tensor.is_complex():
+        if (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_meta:
             found = torch.isnan(tensor)
             if found.any():
                 name = "the input" if len(tensors) == 1 else f"inputs[{number}]"

@@ -58,7 +58,7 @@ class ObjectCollectives(Collectives, PointToPoint):
         with self._in_one():
             sizes = self._all_sizes(mine, timeout)
             buffers = [_buffer(size) for size in sizes]
-            self.all_gather_v(buffers, mine, timeout=timeout)
+            self.all_gather_v(buffers, mine, timeout=timeout).wait()
         if refused is not None:
             raise refused
         return [self._decoded(each, rank, allow_pickle) for rank, each in enumerate(buffers)]
@@ -88,7 +88,7 @@ class ObjectCollectives(Collectives, PointToPoint):
             sizes = self._all_sizes(mine, timeout)
             longest = max(sizes)
             buffers = [_buffer(longest) for _ in sizes] if at_root else None
-            self.gather(buffers, _padded(mine, longest), root, timeout=timeout)
+            self.gather(buffers, _padded(mine, longest), root, timeout=timeout).wait()
         if refused is not None:
             raise refused
         if buffers is None:
@@ -118,9 +118,9 @@ class ObjectCollectives(Collectives, PointToPoint):
         mine, refused = _encoded(obj, allow_pickle) if at_root else (_buffer(0), None)
         size = torch.tensor([mine.numel()], device="cpu")
         with self._in_one():
-            self.broadcast(size, root, timeout=timeout)
+            self.broadcast(size, root, timeout=timeout).wait()
             content = mine if at_root else _buffer(int(size))
-            self.broadcast(content, root, timeout=timeout)
+            self.broadcast(content, root, timeout=timeout).wait()
         if refused is not None:
             raise refused
         return obj if at_root else self._decoded(content, root, allow_pickle)
@@ -157,11 +157,11 @@ class ObjectCollectives(Collectives, PointToPoint):
             [part.numel() for part, _ in encoded] or [0] * self.info.world_size, device="cpu"
         )
         with self._in_one():
-            self.broadcast(sizes, root, timeout=timeout)
+            self.broadcast(sizes, root, timeout=timeout).wait()
             longest, size = int(sizes.max()), int(sizes[self.info.rank])
             buffer = _buffer(longest)
             parts = [_padded(part, longest) for part, _ in encoded] if at_root else None
-            self.scatter(buffer, parts, root, timeout=timeout)
+            self.scatter(buffer, parts, root, timeout=timeout).wait()
         for _, refused in encoded:
             if refused is not None:
                 raise refused
@@ -220,14 +220,18 @@ class ObjectCollectives(Collectives, PointToPoint):
         """
         size = torch.empty(1, dtype=torch.int64, device="cpu")
         with self._in_one():
-            source = self.recv(size, src, tag, timeout=timeout).source_rank()
+            received = self.recv(size, src, tag, timeout=timeout)
+            received.wait()
+            source = received.source_rank()
             content = _buffer(_checked(int(size), source, self.info))
-            self.recv(content, source, tag, timeout=timeout)
+            self.recv(content, source, tag, timeout=timeout).wait()
         return self._decoded(content, source, allow_pickle), source
 
     @contextmanager
     def _in_one(self) -> Iterator[None]:
         """Make the two steps one operation for the others: they wait in the second one.
+
+        A step whose result is read is waited for, which a coalescing block refuses: it has not run then.
 
         An exception between the steps, such as a lack of memory for the buffers or one that a signal handler
         raised, breaks the group, as in an operation.
@@ -248,7 +252,7 @@ class ObjectCollectives(Collectives, PointToPoint):
     def _all_sizes(self, mine: Tensor, timeout: Timeout) -> list[int]:
         """Return the size that every rank brings."""
         sizes = torch.empty(self.info.world_size, dtype=torch.int64, device="cpu")
-        self.all_gather_single(sizes, torch.tensor([mine.numel()], device="cpu"), timeout=timeout)
+        self.all_gather_single(sizes, torch.tensor([mine.numel()], device="cpu"), timeout=timeout).wait()
         return [_checked(size, rank, self.info) for rank, size in enumerate(sizes.tolist())]
 
     def _one_a_rank(self, objects: Sequence[object] | None) -> Sequence[object]:

@@ -54,7 +54,7 @@ def _counts(pg: Any, mine: torch.Tensor, timeout: Timeout) -> list[int]:
     """Return how many elements each rank has, once all ranks have agreed on the shape."""
     shape = torch.tensor([mine._nnz(), mine.sparse_dim(), *mine.shape], device=mine.device)
     shapes = shape.new_empty((pg.size(), len(shape)))
-    pg.all_gather_single(shapes, shape, timeout=timeout)
+    pg.all_gather_single(shapes, shape, timeout=timeout).wait()  # which a coalescing block refuses
     counts, rest = shapes[:, 0].tolist(), shapes[:, 1:].tolist()
     for rank, (sparse_dim, *theirs) in enumerate(rest):
         if rest[rank] != rest[0]:
@@ -70,4 +70,5 @@ def _gathered(pg: Any, mine: torch.Tensor, counts: list[int], timeout: Timeout) 
     """Return the rows of all ranks, one rank after the other, and the Work of the exchange."""
     rows = mine.new_empty((sum(counts), *mine.shape[1:]))
     work = pg.all_gather_v(list(rows.split(counts)), mine.contiguous(), timeout=timeout)
+    work.wait()
     return rows, work

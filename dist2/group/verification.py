@@ -131,6 +131,7 @@ class Verifier:
             checked = self._run(check, _kept(plan.signature, inputs), outputs, async_op, timeout)
         return checked if async_op or self._runner.state.batches else work
 
+    @torch.inference_mode(False)  # another thread may write the hashes
     def _check(self, layout: _Layout, work: Work) -> Plan:
         """Return the plan of the operation that verifies another one."""
         mine = torch.empty(layout.blocks, dtype=torch.int64, device="cpu")
@@ -268,9 +269,10 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @cache
+@torch.inference_mode(False)
 def _factors() -> torch.Tensor:
     """Return the odd constants of a block's words."""
     limits = torch.iinfo(torch.int64)
     generator = torch.Generator().manual_seed(_SEED)
     shape = (BLOCK_BYTES // _WORD_BYTES,)
-    return torch.randint(limits.min, limits.max, shape, generator=generator) | 1
+    return torch.randint(limits.min, limits.max, shape, generator=generator, device="cpu") | 1

@@ -102,7 +102,7 @@ class Subgroups(GroupParts):
         _check_settings(timeout, name, desc)
         mine = torch.tensor([color is not None, wanted, order], dtype=torch.int64, device="cpu")
         everyone = torch.empty(self.info.world_size, 3, dtype=torch.int64, device="cpu")
-        self.all_gather_single(everyone, mine, timeout)
+        self.all_gather_single(everyone, mine, timeout).wait()  # which a coalescing block refuses
         rows: list[list[int]] = everyone.tolist()
         if color is None:
             return None

@@ -352,7 +352,13 @@ class OperationRunner:
     # Operations that another thread may run
 
     def _pending(self, plan: Plan, operation: Operation, inputs: Tensors, outputs: Tensors) -> AsyncCall:
-        """Return a call whose Work is held until it is complete."""
+        """Return a call whose Work is held until it is complete.
+
+        It has tuples of its own: the caller may change its lists before another thread runs the call.
+        """
+        in_place = outputs is inputs
+        inputs = tuple(inputs)
+        outputs = inputs if in_place else tuple(outputs)
         call: AsyncCall = AsyncCall(self, plan, operation, inputs, outputs)
         call._work = self._work_type(operation, outputs, call)
         self._in_flight.add(call._work)

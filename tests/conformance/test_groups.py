@@ -25,6 +25,7 @@ from dist2 import (
     OperationTimeoutError,
     ProcessGroup,
     ReduceOp,
+    functional,
     legacy,
     process_group,
 )
@@ -410,6 +411,92 @@ def test_waiting_inside_a_coalescing_block_is_refused(tenant: Tenant) -> None:
         assert got.tolist() == [1.0, 1.0, 1.0]
 
     run_ranks(2, body, tenant)
+
+
+COMPOSITE: dict[str, Callable[[ProcessGroup], object]] = {
+    "split_by": lambda pg: pg.split_by(0),
+    "all_gather_object": lambda pg: pg.all_gather_object("it"),
+    "gather_object": lambda pg: pg.gather_object("it"),
+    "broadcast_object": lambda pg: pg.broadcast_object("it"),
+    "scatter_object": lambda pg: pg.scatter_object(["one", "another"]),
+    "recv_object": lambda pg: pg.recv_object(1 - pg.rank()),
+    "functional": lambda pg: functional.all_reduce(torch.ones(2), pg),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSITE)
+def test_calls_that_read_what_a_coalescing_block_puts_off_are_refused_in_it(
+    tenant: Tenant, name: str
+) -> None:
+    def body(pg: ProcessGroup) -> None:
+        with pytest.raises(InvalidUsageError, match="inside a coalescing block"), pg.coalescing():
+            COMPOSITE[name](pg)
+        pg.all_reduce(total := torch.ones(2))
+        assert total.tolist() == [2.0, 2.0]
+
+    run_ranks(2, body, tenant)
+
+
+def both(pg: ProcessGroup) -> list[torch.Tensor]:
+    """Return a tensor for each rank."""
+    return [torch.full((2,), 10.0 * pg.rank() + rank) for rank in range(2)]
+
+
+def blank() -> list[torch.Tensor]:
+    return [torch.zeros(2), torch.zeros(2)]
+
+
+LISTS: dict[str, Callable[..., tuple[list[torch.Tensor], list[torch.Tensor], Any]]] = {
+    "all_gather": lambda pg, **given: (out := blank(), [], pg.all_gather(out, both(pg)[0], **given)),
+    "all_gather_v": lambda pg, **given: (out := blank(), [], pg.all_gather_v(out, both(pg)[0], **given)),
+    "reduce_scatter": lambda pg, **given: (
+        out := blank()[:1],
+        parts := both(pg),
+        pg.reduce_scatter(out[0], parts, **given),
+    ),
+    "all_to_all": lambda pg, **given: (
+        out := blank(),
+        parts := both(pg),
+        pg.all_to_all(out, parts, **given),
+    ),
+    "gather": lambda pg, **given: (
+        out := blank(),
+        [],
+        pg.gather(out if pg.rank() == 0 else None, both(pg)[0], **given),
+    ),
+    "scatter": lambda pg, **given: (
+        out := blank()[:1],
+        parts := both(pg),
+        pg.scatter(out[0], parts if pg.rank() == 0 else None, **given),
+    ),
+    "all_reduce_coalesced": lambda pg, **given: (out := both(pg), [], pg.all_reduce_coalesced(out, **given)),
+}
+"""Calls with lists: return the outputs, the other list, and the Work."""
+
+
+@pytest.mark.parametrize("how", ["async_op", "coalescing"])
+@pytest.mark.parametrize("name", LISTS)
+def test_the_lists_of_a_call_are_the_callers_again_once_it_returns(
+    tenant: Tenant, name: str, how: str
+) -> None:
+    def body(pg: ProcessGroup) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        expected, _, _ = LISTS[name](pg)
+        if how == "async_op":
+            outputs, others, work = LISTS[name](pg, async_op=True)
+            held, kept = [*outputs], [*others]
+            outputs[:], others[:] = [torch.zeros(1)], []
+        else:
+            with pg.coalescing() as work:
+                outputs, others, _ = LISTS[name](pg)
+                held, kept = [*outputs], [*others]
+                outputs.clear()
+                others.clear()
+        work.wait()
+        del kept
+        return held, expected
+
+    for held, expected in run_ranks(2, body, tenant):
+        assert [each.tolist() for each in held] == [each.tolist() for each in expected]
 
 
 def test_a_coalescing_block_that_raises_starts_nothing(tenant: Tenant) -> None:

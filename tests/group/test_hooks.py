@@ -119,6 +119,22 @@ def test_a_nan_is_named_before_it_is_sent() -> None:
     run_ranks(2, body, Tenant("inproc", "socket", {"transport": "inproc", "check_nan": True}))
 
 
+def test_a_nan_in_what_a_broadcast_overwrites_is_none() -> None:
+    def body(pg: ProcessGroup) -> None:
+        tensor = torch.ones(2) if pg.rank() == 0 else torch.full((2,), float("nan"))
+        pg.broadcast(tensor, root=0)
+        assert tensor.tolist() == [1.0, 1.0]
+        with pytest.raises(NanError if pg.rank() == 1 else GroupRevokedError):
+            pg.broadcast(torch.full((2,), float("nan")), root=1)
+
+    run_ranks(2, body, Tenant("inproc", "socket", {"transport": "inproc", "check_nan": True}))
+
+
+def test_tensors_without_values_have_no_nan() -> None:
+    with dist2.new_group("fake", rank=0, world_size=2, check_nan=True) as pg:
+        pg.all_reduce(torch.ones(2, device="meta"))
+
+
 def test_the_variable_of_torch_switches_the_check_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_DIST_NAN_CHECK", "1")
     with dist2.new_group("fake", rank=0, world_size=2) as pg:

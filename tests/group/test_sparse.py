@@ -46,6 +46,8 @@ def test_what_is_refused() -> None:
     def body(pg: ProcessGroup) -> None:
         with pytest.raises(InvalidUsageError, match="max does not support sparse tensors"):
             pg.all_reduce(mine(0), ReduceOp.MAX)
+        with pytest.raises(InvalidUsageError, match="inside a coalescing block"), pg.coalescing():
+            pg.all_reduce(mine(0))
         other = torch.eye(3).to_sparse() if pg.rank() else mine(0)
         with pytest.raises(
             InvalidUsageError, match=r"rank 1 has \(3, 3\) with 2 sparse .* rank 0 has \(4, 2\) with 1"

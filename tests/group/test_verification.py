@@ -13,6 +13,7 @@ from support.time_limits import in_time
 
 import dist2
 from dist2 import CorruptionError, InvalidUsageError, ProcessGroup
+from dist2.group import verification
 from dist2.group.open_groups import open_groups
 from dist2.group.verification import BLOCK_BYTES, hashes
 from dist2.operation.kinds import OpKind
@@ -69,6 +70,25 @@ def test_a_flipped_bit_is_named_with_rank_operation_and_block() -> None:
             again.all_reduce(torch.ones(1))
 
     run_ranks(4, body, verified(INPROC))
+
+
+@pytest.mark.parametrize(
+    "mode", [torch.inference_mode, lambda: torch.device("meta")], ids=["inference", "meta"]
+)
+def test_hashes_are_made_and_written_in_any_mode_of_torch(mode: Any) -> None:
+    def body(pg: ProcessGroup) -> None:
+        tensor = torch.ones(3)
+        with mode():
+            work = pg.all_reduce(tensor, async_op=True)
+            deadline = time.monotonic() + 10
+            while not work.is_completed():  # the queue's thread runs it, not this one in a wait
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            work.wait()
+        assert tensor.tolist() == [2.0] * 3
+
+    verification._factors.cache_clear()
+    run_ranks(2, body, verified(INPROC))
 
 
 def test_a_bit_that_changes_among_the_hashes_stops_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
