@@ -1,9 +1,10 @@
-"""`Batch`: operations collected inside a coalescing block and issued together at its end."""
+"""`Batch`: the operations of a coalescing block, issued together at its end; `BatchWork`: their one Work."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator
+from datetime import timedelta
 from typing import Any
 
 from dist2.operation.work import Work
@@ -86,3 +87,30 @@ class Batch:
     async def _awaited(self) -> None:
         for work in self.works:
             await work
+
+
+class BatchWork(Work):
+    """One Work for all operations of a batch, which has some; as c10d has it for a coalescing block."""
+
+    def __init__(self, batch: Batch) -> None:
+        done = Completion()
+        outputs = [tensor for work in batch.works for tensor in work.outputs]
+        super().__init__(batch.works[-1].operation, outputs, done)
+        self._batch = batch
+        self.helper = batch.help
+        batch.when_done(done)
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Wait for each operation, as its own Work does: on a stream of a device, that blocks no thread."""
+        if timeout:
+            return super().wait(timeout)
+        self._batch.wait()
+        return True
+
+    def synchronize(self) -> None:
+        """Wait for each operation."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Wait for each operation."""
+        self.wait()

@@ -47,7 +47,7 @@ from dist2.errors import (
 )
 from dist2.operation.aliasing import on_copies
 from dist2.operation.async_call import AsyncCall
-from dist2.operation.coalescing import Batch
+from dist2.operation.coalescing import Batch, BatchWork
 from dist2.operation.execution import Executor, Outcome, Tensors
 from dist2.operation.failures import locate, name_operation, own, poison_outputs
 from dist2.operation.host_staging import is_staged, through_host
@@ -62,7 +62,6 @@ from dist2.operation.stream_work import StreamWork
 from dist2.operation.work import Work
 from dist2.runtime.built import check_built
 from dist2.runtime.code_marks import folders_of, library
-from dist2.runtime.completion import Completion
 from dist2.runtime.deadline import PAST_NS, deadline_in, seconds
 from dist2.runtime.signals import await_end
 
@@ -545,10 +544,7 @@ class OperationRunner:
         """Return one Work that is complete when every operation of an issued batch is."""
         if not batch.works:
             return Work(Operation(Signature(OpKind.BARRIER, self.info), 0, 0, 0, False), ())
-        done = Completion()
-        combined = Work(batch.works[-1].operation, [t for work in batch.works for t in work.outputs], done)
-        batch.when_done(done)
-        combined.helper = batch.help
+        combined = BatchWork(batch)
         if not async_op:
             combined.wait()
         return combined

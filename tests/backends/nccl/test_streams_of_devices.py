@@ -123,6 +123,30 @@ def test_an_asynchronous_call_reads_after_what_came_before_and_wait_orders_what_
     run(2, body)
 
 
+def test_the_work_of_a_coalescing_block_orders_the_stream_and_blocks_no_thread() -> None:
+    def body(pg: ProcessGroup, device: HostDevice) -> None:
+        for _ in range(ROUNDS):
+            gate, seen = threading.Event(), list[float]()
+            device.run(device.current(), gate.wait)
+            tensors = [filled(device, pg.rank() + 1.0), filled(device, 5.0)]
+            pg._start_coalescing()
+            for tensor in tensors:
+                pg.all_reduce(tensor)
+            work = pg._end_coalescing()
+            work.wait()  # returns before the device has begun
+            assert not work.is_completed()
+            device.run(
+                device.current(),
+                lambda tensors=tensors, seen=seen: seen.extend(map(float, map(torch.sum, tensors))),
+            )
+            gate.set()
+            finished(device)
+            assert seen == [3000.0, 10_000.0]
+            assert work.wait(10)
+
+    run(2, body)
+
+
 def test_what_the_caller_forgets_lives_until_the_device_is_done() -> None:
     def body(pg: ProcessGroup, device: HostDevice) -> None:
         for _ in range(ROUNDS):
