@@ -284,11 +284,13 @@ class Backend(ABC):
 
     def scatter(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> Future[None] | None:
         """Write ``inputs[r]`` of the root to the output of rank r."""
-        stacked = torch.stack([tensor.detach() for tensor in inputs]) if inputs else None
-        if stacked is None:
-            stacked = outputs[0].new_empty((self.world_size, *outputs[0].shape))
+        output = outputs[0].detach()
+        if inputs:  # of any shapes
+            stacked = torch.stack([tensor.detach().reshape(-1) for tensor in inputs])
+        else:
+            stacked = output.new_empty((self.world_size, output.numel()))
         self.broadcast(operation, [stacked], [stacked])
-        outputs[0].detach().copy_(stacked[self.rank])
+        output.copy_(stacked[self.rank].view(output.shape))
         return None
 
     def all_to_all_single(

@@ -39,14 +39,19 @@ class Batch:
         return work
 
     def issue(self) -> None:
-        """Start all operations, in order."""
-        for start in self._starts:
-            start()
+        """Start all operations, in order; where one cannot start, waiting for it or for later ones raises."""
+        for number, start in enumerate(self._starts):
+            try:
+                start()
+            except BaseException as error:
+                self.abandon(error, number)
+                raise
 
-    def abandon(self, error: BaseException) -> None:
-        """Start nothing: waiting for an operation of the block raises ``error``."""
-        for drop in self._drops:
-            drop(error)
+    def abandon(self, error: BaseException, first: int = 0) -> None:
+        """Start no operation from the first one on: waiting for one raises ``error``."""
+        for work, drop in zip(self.works[first:], self._drops[first:], strict=True):
+            if not work.is_completed():
+                drop(error)
 
     def when_done(self, done: Completion) -> None:
         """Complete a future once all operations are done, with the first error if any."""

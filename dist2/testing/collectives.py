@@ -206,6 +206,13 @@ def test_gather_and_scatter(tenant: BackendCase, world_size: int) -> None:
                 output = torch.empty(shape)
                 pg.scatter(output, everyone if at_root else None, root)
                 assert torch.equal(output, everyone[pg.rank()])
+                flat = [each.flatten() if rank % 2 else each for rank, each in enumerate(everyone)]
+                pg.scatter(output.zero_(), flat if at_root else None, root)
+                assert torch.equal(output, everyone[pg.rank()])
+        own = torch.tensor([1 + 2j, 3 - 1j]) * (1 + pg.rank())
+        expected = own.conj().resolve_conj()
+        pg.scatter(own, [own.conj()] * world_size if pg.rank() == 0 else None)  # its own memory, conjugated
+        assert pg.rank() > 0 or torch.equal(own, expected)
 
     tenant.run(world_size, body)
 

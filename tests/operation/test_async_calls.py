@@ -192,6 +192,23 @@ def test_a_call_that_no_thread_can_be_started_for_fails_and_the_next_is_served(
     assert work.operation.seq == 3
 
 
+def test_a_block_whose_calls_no_thread_can_be_started_for_leaves_none_pending(
+    pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(worker: Worker) -> None:
+        raise RuntimeError("can't start new thread")
+
+    pg._runner.queue.stop()
+    with monkeypatch.context() as patched:
+        patched.setattr(Worker, "start", refuse)
+        with pytest.raises(ResourceError, match="raise the limits of threads"), pg.coalescing():
+            works = [pg.all_reduce(torch.ones(2)) for _ in range(3)]
+    for work in works:
+        with pytest.raises(ResourceError, match="raise the limits of threads"):
+            work.wait()
+    issue(pg).wait()
+
+
 def test_a_future_ends_though_nobody_waits_for_the_work(pg: ProcessGroup) -> None:
     tensor = torch.ones(2)
     assert pg.all_reduce(tensor, async_op=True).get_future().wait() == [tensor]

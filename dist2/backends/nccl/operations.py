@@ -225,7 +225,10 @@ class Operations:
     def _copy(launch: Launch, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy this rank's own part; where it lies there already, nothing happens."""
         read, written = source.detach(), target.detach()
-        if read.data_ptr() != written.data_ptr() or read.stride() != written.stride():
+        if any(
+            of(read) != of(written)
+            for of in (torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.is_conj, torch.Tensor.is_neg)
+        ):
             launch.run(
                 lambda: written.copy_(
                     read.view(written.shape) if read.is_contiguous() else read.reshape(written.shape)

@@ -114,16 +114,16 @@ class PluginBackend(Messages):
         names = ("_allgather_base", "all_gather_single")
         with Moved(outputs) as (written,):
             options = _options(c10d.AllgatherOptions, operation)
-            if self._call(operation, names, written.view(-1), _moved(inputs[0]).view(-1), options):
+            if self._call(operation, names, written, _moved(inputs[0]), options):
                 return
         super().all_gather_single(operation, inputs, outputs)
 
     def reduce_scatter(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         if not _multiplies(operation):
-            read = [[_read(tensor) for tensor in inputs]]
-            with Written(outputs) as written:
+            read = [[_read(tensor).view(-1) for tensor in inputs]]
+            with Written(outputs) as (written,):
                 options = _reducing(c10d.ReduceScatterOptions, operation)
-                if self._call(operation, ("reduce_scatter",), written, read, options):
+                if self._call(operation, ("reduce_scatter",), [written.view(-1)], read, options):
                     return
         super().reduce_scatter(operation, inputs, outputs)
 
@@ -354,7 +354,7 @@ class Written(ExitStack):
 
 
 class Moved(Written):
-    """As `Written`, for tensors that are only moved: dtypes that objects often lack are bytes."""
+    """As `Written`, for tensors that are only moved: flat, and bytes if objects often lack their dtype."""
 
     def _target(self, output: torch.Tensor) -> torch.Tensor:
         return _bytes_of(super()._target(output))
@@ -365,7 +365,8 @@ _COMMON = {torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, tor
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dtype in _COMMON else flattened(tensor).view(torch.uint8)
+    flat = flattened(tensor)  # the tensors of a call may have other shapes, and some objects refuse that
+    return flat if flat.dtype in _COMMON else flat.view(torch.uint8)
 
 
 def _moved(tensor: torch.Tensor) -> torch.Tensor:
