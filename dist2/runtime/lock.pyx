@@ -87,8 +87,10 @@ cdef class Lock:
     def __enter__(self):
         self.enter()
 
-    def __exit__(self, *error: object):
-        self.give()
+    def __exit__(self, kind: object, error: object, traceback: object):
+        # A condition that was interrupted while it took the lock again leaves the block without it.
+        if error is None or (self._held and self._holder == PyThread_get_thread_ident()):
+            self.give()
 
     cdef int _wait(self) except -1:
         self._waiters += 1

@@ -12,7 +12,7 @@ from support.ranks import TENANTS, RankFailed, Tenant, run_ranks
 from support.time_limits import in_time
 
 import dist2
-from dist2 import CorruptionError, InvalidUsageError, ProcessGroup
+from dist2 import CorruptionError, InvalidUsageError, ProcessGroup, ReduceOp
 from dist2.group import verification
 from dist2.group.open_groups import open_groups
 from dist2.group.verification import BLOCK_BYTES, hashes
@@ -173,6 +173,37 @@ def test_a_sample_and_operations_whose_results_differ() -> None:
         assert seen == ["broadcast", "all_gather_single", "broadcast"]
 
     run_ranks(2, body, verified(INPROC, 2))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+)
+def test_nan_is_nan_and_zero_is_zero(dtype: torch.dtype) -> None:
+    real = {torch.complex64: torch.float32}.get(dtype, dtype)
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[real.itemsize]
+    some = torch.tensor([0.0, torch.nan, torch.inf, 1.5], dtype=real)
+    same = torch.tensor([-0.0, torch.nan, torch.inf, 1.5], dtype=real)
+    same.view(integer)[1] ^= 1  # another payload
+    assert torch.isnan(same[1])
+    assert torch.equal(hashes(some.view(dtype)), hashes(same.view(dtype)))
+    for at in range(4):
+        other = some.clone()
+        other[at] = -2.0
+        assert not torch.equal(hashes(some.view(dtype)), hashes(other.view(dtype)))
+
+
+def test_ranks_that_fold_in_torch_and_in_the_core_agree() -> None:
+    def body(pg: ProcessGroup) -> list[int]:
+        tensor = torch.full((3,), -0.0 if pg.rank() else 0.0)
+        if pg.rank():  # at an odd address, which the core leaves to torch
+            tensor = torch.frombuffer(bytearray(13), dtype=torch.float32, offset=1, count=3).fill_(-0.0)
+        pg.all_reduce(tensor, ReduceOp.MIN)
+        product = torch.full((5,), 1.1 + 0.3j)
+        pg.all_reduce(product, ReduceOp.PRODUCT)
+        return tensor.clone().view(torch.int32).tolist()
+
+    found = run_ranks(2, body, verified(INPROC))
+    assert found[0] != found[1], "the sign of zero depends on who folds"
 
 
 def test_every_single_bit_changes_the_hash() -> None:

@@ -15,11 +15,12 @@ import pytest
 import torch
 from drill.holdings import holdings, kept_since, segments, segments_since
 from support.programs import run
+from support.stores import exit_code, forked
 from support.time_limits import in_time
 from support.warm_interpreter import warm_python, whole_python
 
 import dist2
-from dist2 import Dist2Error, GroupAbortedError, HashStore, PeerLostError, ProcessGroup
+from dist2 import Dist2Error, GroupAbortedError, HashStore, PeerLostError, PrefixStore, ProcessGroup
 from dist2.backends.socket.transport.node import Node
 
 LIMIT_S = 0.2
@@ -521,3 +522,35 @@ def test_an_error_that_the_launcher_of_a_rank_catches_is_told(tmp_path: Path, ho
     ended = run([*warm_python(), "-c", CAUGHT, tmp_path / "store", how])
     assert ended.code == 0, ended
     assert "rank 1 aborted the group (ValueError: a bug of mine)" in ended.output, ended
+
+
+# A wait beside a member that has ended
+
+
+def test_a_wait_sleeps_though_a_member_has_left_and_ended(tmp_path: Path) -> None:
+    """The descriptor of its process stays readable."""
+    store = dist2.FileStore(str(tmp_path / "store"), -1, 30)
+
+    def measure(mine: dist2.FileStore) -> None:
+        mine.wait(["ended"])
+        before_s = time.process_time()
+        time.sleep(1.0)
+        mine.set("used", repr(time.process_time() - before_s))
+
+    def rank(number: int) -> int:
+        mine = dist2.FileStore(str(tmp_path / "store"), -1, 30)
+        pg = dist2.new_group("socket", 30, store=PrefixStore("g", mine), rank=number, world_size=3)
+        pg.barrier()
+        if number == 0:
+            threading.Thread(target=measure, args=(mine,)).start()
+        if number == 1:
+            mine.wait(["used"])
+        pg.reduce(total := torch.ones(4), 0)
+        pg.shutdown()
+        return 0 if number or total.tolist() == [3.0] * 4 else 1
+
+    children = [forked(lambda number=number: rank(number)) for number in range(3)]
+    assert exit_code(children[2]) == 0
+    store.set("ended", "")
+    assert [exit_code(child) for child in children[:2]] == [0, 0]
+    assert float(store.get("used")) < 0.3

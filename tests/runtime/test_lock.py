@@ -40,6 +40,27 @@ def test_it_is_taken_once_and_given_back_once() -> None:
     assert not lock.locked()
 
 
+def test_a_block_that_has_lost_it_leaves_it_to_its_owner() -> None:
+    """As where a signal handler raises while a condition takes it again."""
+    lock, taken, done = Lock(), threading.Event(), threading.Event()
+
+    def own() -> None:
+        with lock:
+            taken.set()
+            assert done.wait(30)
+
+    owner = threading.Thread(target=own)
+    with pytest.raises(KeyError, match="raised"), lock:
+        lock.release()
+        owner.start()
+        assert taken.wait(30)
+        raise KeyError("raised")
+    assert lock.locked()
+    done.set()
+    owner.join(30)
+    assert not lock.locked()
+
+
 @pytest.mark.usefixtures("often")
 def test_threads_exclude_each_other_and_all_get_it() -> None:
     lock, inside, most = Lock(), 0, 0

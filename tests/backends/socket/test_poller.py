@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from contextlib import closing
 
+import pytest
+
 from dist2.backends.socket.transport.fabric import Fabric
 from dist2.runtime.deadline import deadline_in
 
@@ -36,4 +38,31 @@ def test_a_waiter_asks_whether_it_is_done_without_the_lock_of_the_links() -> Non
             fabric.lock.release()
         waiting.join(LIMIT_S)
         assert not waiting.is_alive()
+        poller.role.release()
+
+
+def test_a_waiter_that_an_exception_ends_is_counted_out_without_the_lock() -> None:
+    """A signal handler that raises there would leave it counted for good."""
+    with closing(Fabric()) as fabric:
+        poller, ended = fabric.poller, threading.Event()
+        answers = iter([False])
+
+        def done() -> bool:
+            if next(answers, True):
+                assert fabric.lock.acquire()  # as another thread has it
+                raise KeyError
+            return False
+
+        def wait() -> None:
+            with pytest.raises(KeyError):
+                poller.run_until(done, deadline_in(LIMIT_S), lambda: False, False)
+            ended.set()
+
+        assert poller.role.acquire(False)  # another thread polls
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+        assert ended.wait(LIMIT_S)
+        assert not poller.is_wanted()
+        fabric.lock.release()
+        waiting.join(LIMIT_S)
         poller.role.release()

@@ -230,8 +230,7 @@ class Poller:
                 if told == self._told and self.role.locked():
                     self._changed.wait(min(left_s, _POLL_S))
         finally:
-            with self._lock:
-                self._waiters -= 1
+            self._waiters -= 1  # one step of compiled code; a handler that raises at the lock would skip it
 
     # Without waiting threads
 

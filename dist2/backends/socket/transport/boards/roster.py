@@ -123,6 +123,17 @@ class Roster:
             self._watched += 1
         return bool(self._lives.poll(0))
 
+    def pidfds(self) -> list[int]:
+        """Return the descriptors that are readable once a member in the group has ended.
+
+        Those of members that have left would be readable for good: they rang as they left.
+        """
+        return [
+            member.neighbour.fileno()
+            for words, member in self._peers
+            if words[STATE] & _STATE_MASK in _INSIDE and member.neighbour.fileno() >= 0
+        ]
+
     def lost(self) -> dict[int, str]:
         """Return the group ranks that are known to have died, and how each ended, in words."""
         states = self._states()

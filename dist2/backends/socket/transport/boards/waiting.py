@@ -146,8 +146,8 @@ class Waiting:
     ) -> None:
         arrivals, messages = self._arrivals, self._roster.messages
         bell, rung = self._doorbell.bell, False
-        bell.enter()
         try:
+            bell.enter()  # in here, as a signal handler may raise behind it
             self._own[SLEEPING] = arrivals.sleeping_word()
             arrivals.order()  # the nap is out before words and states of the others are read again
             if arrived():
@@ -159,9 +159,8 @@ class Waiting:
             poll.register(self._doorbell.fileno(), select.POLLIN)
             if messages is not None:
                 poll.register(messages.fileno(), select.POLLIN)
-            for _, member in self._roster.peers:
-                if member.neighbour.fileno() >= 0:
-                    poll.register(member.neighbour.fileno(), select.POLLIN)
+            for pidfd in self._roster.pidfds():
+                poll.register(pidfd, select.POLLIN)
             rung = any(fd == self._doorbell.fileno() for fd, _ in poll.poll(longest_ms))
             note_wait(now_ns, now_ns + int(longest_ms * 1e6))
         finally:
