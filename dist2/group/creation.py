@@ -128,6 +128,8 @@ def new_group(
     checked_device = _device(device)
     check_names(name, desc)
     verified = check_verify(verify)
+    if check_nan is not None and not isinstance(check_nan, bool):
+        raise InvalidUsageError(f"check_nan must be a bool, got {check_nan!r} ({type(check_nan).__name__})")
     checks_nan = environment_flag(_NAN_CHECK, False) if check_nan is None else check_nan
     factory = None if registered_factory(backend) is not None else builtin_factory(backend)
     if verified:

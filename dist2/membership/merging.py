@@ -26,6 +26,7 @@ from dist2.store.waiting import Look, arrive
 
 _MADE_FROM_IT = re.compile(r"(/\w+\([\d,]*\)#\d+)+$")
 """The suffix that `membership.subgroup` adds to the uid of a group, once or several times."""
+_YES = "yes"
 _ONE_EACH = "each merge, also one after another has failed, needs keys of its own: give it a PrefixStore"
 
 
@@ -93,6 +94,11 @@ def meet(
             f"{info.name!r}; got {size!r}"
         )
     size = counted
+    asked = store.compare_set("merge/size", "", str(size)).decode(errors="replace")
+    if asked != str(size):
+        differs = f"size is {asked} on one rank, and {size} on {names([info.rank])} of group {info.name!r}"
+        store.compare_set("merge/complete", "", differs)  # for those that wait
+        raise InvalidUsageError(differs)
     mine = Comer(secrets.token_hex(8), info.uid, info.rank, info.global_ranks[info.rank])
     nth = store.add("merge/comers", 1) - 1
     if nth >= size:
@@ -100,10 +106,13 @@ def meet(
     store.set(_key(nth), json.dumps(attrs.asdict(mine)))
     # All wait for one key: if each waited for all keys, each look would cost size ** 2 lookups.
     if store.add("merge/written", 1) == size:
-        store.set("merge/complete", "yes")
+        store.compare_set("merge/complete", "", _YES)
     keys = [_key(nth) for nth in range(size)]
     if not arrive(store, ["merge/complete"], Deadline.after(timeout_s), look):
         raise _too_few(info, store, keys, timeout_s, last_seen, names)
+    verdict = store.get("merge/complete").decode(errors="replace")
+    if verdict != _YES:
+        raise InvalidUsageError(verdict)
     comers = in_order([_read(key, value) for key, value in zip(keys, store.multi_get(keys), strict=True)])
     seats = [(comer.uid, comer.rank) for comer in comers]
     twice = next((comer for comer in comers if seats.count((comer.uid, comer.rank)) > 1), None)

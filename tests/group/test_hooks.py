@@ -112,6 +112,10 @@ def test_a_nan_is_named_before_it_is_sent() -> None:
                 text = str(caught.value)
                 assert text.startswith("rank 1 passes NaN to reduce_scatter(")
                 assert f"{Path(__file__).name}:" in text
+                with pytest.raises(
+                    GroupRevokedError, match=r"revoked by rank 1 \(NanError: rank 1 passes NaN"
+                ):
+                    checked.barrier()
             else:
                 with pytest.raises(GroupRevokedError, match="rank 1 passes NaN to reduce_scatter"):
                     checked.reduce_scatter(torch.empty(2, 2), [torch.ones(2, 2)] * 2)
@@ -143,6 +147,12 @@ def test_the_variable_of_torch_switches_the_check_on(monkeypatch: pytest.MonkeyP
             pg.broadcast(NAN.to(torch.complex64))
     with dist2.new_group("fake", rank=0, world_size=2, check_nan=False) as pg:
         pg.all_reduce(NAN.clone())
+
+
+@pytest.mark.parametrize("check_nan", ["no", 1, 0.5])
+def test_a_check_that_is_no_bool_is_refused(check_nan: Any) -> None:
+    with pytest.raises(InvalidUsageError, match="check_nan must be a bool, got"):
+        dist2.new_group("fake", rank=0, world_size=2, check_nan=check_nan)
 
 
 def test_a_hook_that_cannot_be_called_is_refused() -> None:

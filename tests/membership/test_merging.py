@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 
 import pytest
+from support.threads import together
+from support.time_limits import in_time
 
 from dist2 import HashStore
-from dist2.errors import WireError
+from dist2.errors import InvalidUsageError, WireError
 from dist2.membership.members import subgroup
 from dist2.membership.merging import Comer, in_order, meet
 from dist2.operation.signature import GroupInfo
@@ -72,3 +75,15 @@ def test_what_no_rank_has_written_is_refused(written: bytes) -> None:
     store.set("merge/comer/1", written)
     with pytest.raises(WireError, match="merge/comer/1"):
         meet(NEW[0], store, 2, 0.1, None, None)
+
+
+def test_sizes_that_differ_are_told_to_all_at_once() -> None:
+    store = HashStore()
+
+    def come(info: GroupInfo, size: int) -> None:
+        with pytest.raises(InvalidUsageError, match=r"size is \d on one rank, and \d on rank 0 of group"):
+            meet(info, store, size, 30.0, None, None)
+
+    start = time.monotonic()
+    together(lambda: come(NEW[0], 2), lambda: come(group("feed", [0])[0], 3))
+    in_time(time.monotonic() - start, 5.0)

@@ -227,9 +227,9 @@ class Mailbox:
         return self.reason if rank == self.rank else self.reasons.get(rank, "").encode()[:REASON_BYTES]
 
     def why(self, ranks: Iterable[int]) -> str:
-        """Return the reported causes of ranks for a broken group, as a suffix of a message; may be empty."""
+        """Return the known causes of ranks for a broken group, as a suffix of a message; may be empty."""
         ranks = list(ranks)
-        said = {rank: self.reasons[rank] for rank in ranks if rank in self.reasons}
+        said = {rank: text.decode(errors="replace") for rank in ranks if (text := self.said(rank))}
         if not said:
             return ""
         return f" ({said[ranks[0]] if len(ranks) == 1 else self.names.alike(said)})"
