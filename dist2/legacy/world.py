@@ -7,7 +7,8 @@ none, as it may work for any of these ranks.
 
 Every function of the API finds its group here. ``group=None`` is the group of `init_process_group`, or
 inside ``with dist2.process_group(pg):`` that group, which then plays the default group's part: ranks
-are its own. Ranks beside an explicit ``group`` are those of the group of `init_process_group`.
+are its own. Ranks beside an explicit ``group`` are those of the group of `init_process_group`; of a group
+that was not made from that one, the ranks that its members have in the first group of their job.
 """
 
 from __future__ import annotations
@@ -135,6 +136,18 @@ class Worlds:
         if pg in here.ranks:
             return here
         return next((each for each in (*self.open(), *self._apart.values()) if pg in each.ranks), None)
+
+    def default_above(self, pg: ProcessGroup) -> ProcessGroup | None:
+        """Return the default group, of any world of this rank, that a group was made from by methods."""
+        for world in (self.here(), *self.open()):
+            default = world.default
+            if (
+                default is not None
+                and pg.info.uid.startswith(f"{default.info.uid}/")
+                and pg.global_rank() == default.global_rank()
+            ):
+                return default
+        return None
 
     def of(self, parent: ProcessGroup) -> World:
         """Return the world that remembers groups made from a group."""
@@ -351,7 +364,13 @@ def group_ranks(group: Group) -> GroupRanks:
             f"group must be a dist2 process group, got {group!r} ({type(group).__name__})"
         )
     world = worlds.find(group)
-    return GroupRanks(group, group.global_ranks if world is None else world.ranks[group])
+    if world is not None:
+        return GroupRanks(group, world.ranks[group])
+    # Not made here. After `shrink_group` the default group is not the one that global ranks count in.
+    above = worlds.default_above(group)
+    if above is None:
+        return GroupRanks(group, group.global_ranks)
+    return GroupRanks(group, [above.group_rank(rank) for rank in group.global_ranks])
 
 
 def group_ranks_or_warn(group: Group, op: str) -> GroupRanks | None:

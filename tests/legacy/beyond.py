@@ -261,6 +261,11 @@ def split_and_shrink(rank: int) -> None:
     if dist.get_rank() in (1, 2):
         dist.broadcast(tensor, src=2, group=pair)
         assert dist.get_process_group_ranks(pair) == [1, 2]
+    swapped = left.split([2, 0, 1])  # not made here, but of the new default group
+    assert dist.get_process_group_ranks(swapped) == [2, 0, 1]
+    dist.broadcast(told := mine(dist.get_rank()), src=1, group=swapped)
+    assert torch.equal(told, mine(1))
+    swapped.shutdown()
 
 
 def coalescing(rank: int) -> None:
@@ -381,6 +386,20 @@ def init_again(rank: int, backend: str, store_path: str) -> None:
     dist.barrier()
     assert dist.get_rank() == rank
     del meeting._handlers["ours"]
+
+
+def meshes_after_a_shrink(rank: int, store_path: str) -> None:
+    """The groups that torch makes for a mesh count in the new default group."""
+    store = dist.FileStore(store_path, SIZE)
+    dist.init_process_group("socket", store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=20))
+    dist.barrier()
+    if rank > 0:
+        dist.shrink_group([0])
+        me = dist.get_rank()
+        own = dist.init_device_mesh("cpu", (3, 1)).get_group(1)
+        assert dist.get_process_group_ranks(own) == [me]
+        dist.broadcast(mine(me), src=me, group=own)
+    dist.destroy_process_group()
 
 
 def alone(rank: int) -> None:

@@ -42,3 +42,7 @@ def test_begin_again(job: RankPool, backend: str, tmp_path: Path) -> None:
 
 def test_alone(ranks: RankPool) -> None:
     ranks.run(beyond.alone)
+
+
+def test_meshes_after_a_shrink(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(beyond.meshes_after_a_shrink, str(tmp_path / "store"))

@@ -68,15 +68,19 @@ def test_each_thread_is_its_rank(world_size: int, transport: str) -> None:
 
 def test_a_group_that_shrinks_stays_its_threads_default() -> None:
     def body(rank: int) -> int | None:
-        if rank == 2:
+        if rank == 0:
             return None
-        dist.shrink_group([2], shrink_flags=dist.SHRINK_ABORT)
+        dist.shrink_group([0], shrink_flags=dist.SHRINK_ABORT)
         mine = torch.ones(1)
         dist.all_reduce(mine)
         assert mine.item() == 2.0
+        part = dist.group.WORLD.split([1])
+        if part is not None:  # a thread that is no rank counts in the group's own default group as well
+            with part:
+                assert together(lambda: dist.get_process_group_ranks(part)) == [[1]]
         return dist.get_rank()
 
-    assert run(3, body) == [0, 1, None]
+    assert run(3, body) == [None, 0, 1]
 
 
 def test_a_thread_that_is_no_rank_must_say_which_group() -> None:
