@@ -66,7 +66,8 @@ def new_group(
     check_backend(kind)
     options = options_of(pg_options, kind)
     # Members and others must agree on names, so all count. Where only members call, the split names it.
-    name = None if use_local_synchronization else f"{parent.pg.group_name}/{worlds.of(parent.pg).count()}"
+    nth = None if use_local_synchronization else worlds.of(parent.pg).count(parent.pg)
+    name = None if nth is None else f"{parent.pg.group_name}/{nth}"
     if parent.pg.rank() not in chosen:
         return NON_GROUP_MEMBER
     if backend is None and pg_options is None:
@@ -121,9 +122,7 @@ def _opened(
     options: Mapping[str, Any],
 ) -> ProcessGroup:
     """Return a group on a separate backend: its members meet at the parent's store."""
-    opened = worlds.of(parent).opened
-    nth = opened[tuple(ranks)]
-    opened[tuple(ranks)] += 1
+    nth = worlds.of(parent).count_opened(parent, ranks)
     info = members.subgroup(parent.info, ranks, nth, "new", name, desc)
     spec = attrs.evolve(
         parent.spec,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import cast
 
 import pytest
 import torch
@@ -81,6 +83,29 @@ def test_a_group_that_shrinks_stays_its_threads_default() -> None:
         return dist.get_rank()
 
     assert run(3, body) == [None, 0, 1]
+
+
+def test_groups_made_in_a_block_are_counted_by_its_group() -> None:
+    """Ranks outside the block do not make them, and agree with the others on all that follow."""
+    limit = timedelta(seconds=10)
+
+    def body(rank: int) -> tuple[str, ...]:
+        dist.new_group([0, 1], limit, "socket")
+        pair = dist.new_group([1, 2])
+        names = []
+        if rank > 0:
+            with process_group(pair):
+                for backend in (None, "socket"):  # rank 1 has made a group of ranks 0 and 1, rank 2 has not
+                    inner = dist.new_group([0, 1], limit, backend)
+                    dist.barrier(inner)
+                    names.append(inner.group_name)
+        whole = dist.new_group(None, limit, "socket")
+        dist.barrier(whole)
+        return (whole.group_name, *names)
+
+    ((outside,), first, second) = cast("list[tuple[str, ...]]", run(3, body))
+    assert first == second
+    assert first[0] == outside
 
 
 def test_a_thread_that_is_no_rank_must_say_which_group() -> None:
