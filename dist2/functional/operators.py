@@ -134,8 +134,8 @@ def gather(x: torch.Tensor, root: int, rank: int, group: str, mark: Mark) -> tor
 @_operator
 def scatter(x: torch.Tensor, rows: int, root: int, rank: int, group: str, mark: Mark) -> torch.Tensor:
     """Return this rank's ``rows`` of the root's tensor."""
-    out = _rows(x, rows)
-    run(group_of(group).scatter, out, list(x.split(rows)) if rank == root else None, root)
+    pg, out = group_of(group), _rows(x, rows)
+    run(pg.scatter, out, list(x.split([rows] * pg.size())) if rank == root else None, root)
     return out
 
 

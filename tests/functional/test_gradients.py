@@ -132,6 +132,29 @@ def test_products_with_zeros_and_equal_maxima() -> None:
     run_ranks(WORLD, body, TENANTS[0])
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, pg: functional.all_gather(x, pg),
+        lambda x, pg: functional.reduce_scatter(x, pg),
+        lambda x, pg: functional.gather(x, pg, 1),
+        lambda x, pg: functional.scatter(x, pg, 1),
+        lambda x, pg: functional.all_to_all(x, pg),
+    ],
+    ids=["all_gather", "reduce_scatter", "gather", "scatter", "all_to_all"],
+)
+def test_no_rows(function: Function) -> None:
+    def body(pg: ProcessGroup) -> None:
+        x = torch.empty(0, 3, requires_grad=True)
+        y = function(x, pg)
+        assert y.shape == (0, 3)
+        y.sum().backward()
+        assert x.grad is not None
+        assert x.grad.shape == (0, 3)
+
+    run_ranks(2, body, TENANTS[0])
+
+
 def test_second_derivatives() -> None:
     def body(pg: ProcessGroup) -> None:
         x = torch.tensor([2.0 + pg.rank()], requires_grad=True)
