@@ -202,7 +202,7 @@ def reduce_scatter(
     if sizes is None:
         part = gradients.reduce_scatter(rows, word, [_part(x, dim, pg)] * pg.size(), 0, group)
     else:
-        _check_sizes(sizes, pg, rows.shape[0], None)
+        _check_sizes(sizes, pg, _size(x, dim), None)
         part = gradients.reduce_scatter(rows, word, sizes, pg.rank(), group)
     return part.movedim(0, dim)
 
@@ -296,7 +296,7 @@ def all_to_all(
     if output_sizes is None or input_sizes is None:
         output_sizes = input_sizes = [_part(x, 0, pg)] * pg.size()
     else:
-        _check_sizes(input_sizes, pg, x.shape[0], None, "input_sizes")
+        _check_sizes(input_sizes, pg, _size(x, 0), None, "input_sizes")
         _check_sizes(output_sizes, pg, sum(output_sizes), None, "output_sizes")
     return gradients.all_to_all(x, output_sizes, input_sizes, group)
 
@@ -377,11 +377,16 @@ def sendrecv(
     return gradients.sendrecv(x, dst, src, tag, handle_of(x, pg))
 
 
-def _part(x: torch.Tensor, dim: int, pg: ProcessGroup) -> int:
-    """Return the size of a rank's part of a dimension."""
+def _size(x: torch.Tensor, dim: int) -> int:
+    """Return the size of the dimension that is cut."""
     if x.dim() == 0:
         raise InvalidUsageError("x has no dimensions: it cannot be cut into parts, one for each rank")
-    rows = x.shape[dim]
+    return x.shape[dim]
+
+
+def _part(x: torch.Tensor, dim: int, pg: ProcessGroup) -> int:
+    """Return the size of a rank's part of a dimension."""
+    rows = _size(x, dim)
     if rows % pg.size():
         raise InvalidUsageError(
             f"dimension {dim} of x has size {rows}: it cannot be cut into {pg.size()} equal parts, one for "
