@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable
+from datetime import timezone
 from decimal import Decimal
 from typing import Any, TypeVar
 from uuid import UUID
+from zoneinfo import ZoneInfo
 
 import attrs
 import torch
@@ -133,6 +135,16 @@ def _enter(cls: type, made: ObjectType) -> None:
     _by_name[made.name] = made
 
 
+def _offset_and_name(zone: Any) -> list[object]:
+    return list(zone.__getinitargs__())
+
+
+def _key_of(zone: ZoneInfo) -> str:
+    if zone.key is None:
+        raise TypeError("a ZoneInfo without a key: it was read from a file")
+    return zone.key
+
+
 def _state_of(generator: torch.Generator) -> torch.Tensor:
     if generator.device.type != "cpu":
         raise TypeError(f"a torch.Generator on {generator.device}")
@@ -160,6 +172,8 @@ _enter(slice, ObjectType("slice", lambda obj: [obj.start, obj.stop, obj.step], l
 _enter(range, ObjectType("range", lambda obj: [obj.start, obj.stop, obj.step], lambda items: range(*items)))
 _enter(Decimal, ObjectType("Decimal", str, Decimal))
 _enter(UUID, ObjectType("UUID", lambda obj: obj.bytes, lambda data: UUID(bytes=data)))
+_enter(timezone, ObjectType("timezone", _offset_and_name, lambda items: timezone(*items)))
+_enter(ZoneInfo, ObjectType("ZoneInfo", _key_of, ZoneInfo))
 _enter(torch.Generator, ObjectType("torch.Generator", _state_of, _generator))
 _enter(
     torch.nn.Parameter,

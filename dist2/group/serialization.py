@@ -4,6 +4,7 @@ MessagePack carries None, bool, int, float, str, bytes, list and dict; the other
 tuples, sets, big integers, complex numbers, times, paths, argparse's namespaces, the dicts of `collections`,
 dense CPU tensors, devices, and numpy's scalars, arrays and dtypes.
 Types of users and some of Python's travel as a name and an object that stands for them: `object_types`.
+A `bytearray` or a `memoryview` arrives as bytes, and an object that is held twice as two.
 Decoding runs nothing that the bytes name. Objects of other types travel pickled, where both sides allow it.
 The first byte tells plain data from pickled, and from a refusal: the sender could not encode its object.
 
@@ -23,7 +24,7 @@ import struct
 import sys
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from importlib import import_module
@@ -46,6 +47,11 @@ _MAX_DIMENSIONS = 64
 _MAX_INTEGER_BYTES = 1 << 20
 _SHOWN = 200
 
+_ALL_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -56,6 +62,7 @@ DTYPES: dict[str, torch.dtype] = {
         *(torch.complex64, torch.complex128),
     )
 }
+"""Those of tensors that travel."""
 
 
 _PICKLE = "allow_pickle=True on all of them (of dist2.legacy, DIST2_ALLOW_PICKLE=1)"
@@ -246,7 +253,7 @@ def _dump_tensor(tensor: torch.Tensor) -> list[Any]:
 
 def _load_tensor(items: list[Any]) -> torch.Tensor:
     name, shape, content = items
-    dtype = _load_dtype(name)
+    dtype = _load_dtype(DTYPES, name)
     if not isinstance(content, bytes) or not isinstance(shape, list):
         raise ValueError("not a tensor")
     if len(shape) > _MAX_DIMENSIONS or not all(type(size) is int and 0 <= size < 1 << 62 for size in shape):
@@ -261,13 +268,13 @@ def _load_tensor(items: list[Any]) -> torch.Tensor:
     return flat.reshape(shape)
 
 
-def _load_dtype(name: object) -> torch.dtype:
-    if not isinstance(name, str) or name not in DTYPES:
+def _load_dtype(known: Mapping[str, torch.dtype], name: object) -> torch.dtype:
+    if not isinstance(name, str) or name not in known:
         raise ValueError(f"no dtype: {str(name)[:_SHOWN]!r}")
-    return DTYPES[name]
+    return known[name]
 
 
-# Dicts, namespaces and devices
+# Dicts, namespaces, times and devices
 
 _FACTORIES = {each.__name__: each for each in (bool, int, float, complex, str, bytes, list, tuple, set, dict)}
 """The ``default_factory`` that may travel, by name: types that make an empty value."""
@@ -294,6 +301,11 @@ def _load_default_dict(items: list[Any]) -> defaultdict[Any, Any]:
 def _load_namespace(items: list[Any]) -> Namespace:
     (attributes,) = items
     return Namespace(**attributes)
+
+
+def _load_datetime(items: list[Any]) -> datetime:
+    text, fold, zone = items
+    return datetime.fromisoformat(text).replace(fold=fold, tzinfo=zone)
 
 
 def _load_device(data: bytes) -> torch.device:
@@ -428,7 +440,7 @@ _BY_TYPE: dict[type, _Extension] = {
     OrderedDict: _Extension(4, _dump_pairs, OrderedDict),
     torch.Size: _Extension(5, list, torch.Size),
     torch.dtype: _Extension(
-        6, lambda obj: [str(obj).removeprefix("torch.")], lambda items: _load_dtype(*items)
+        6, lambda obj: [str(obj).removeprefix("torch.")], lambda items: _load_dtype(_ALL_DTYPES, *items)
     ),
     timedelta: _Extension(
         7, lambda obj: [obj.days, obj.seconds, obj.microseconds], lambda items: timedelta(*items)
@@ -436,14 +448,14 @@ _BY_TYPE: dict[type, _Extension] = {
     defaultdict: _Extension(9, _dump_default_dict, _load_default_dict),
     Counter: _Extension(10, _dump_pairs, lambda items: Counter(dict(items))),
     Namespace: _Extension(11, lambda obj: [vars(obj)], _load_namespace),
+    datetime: _Extension(
+        13, lambda obj: [obj.replace(tzinfo=None).isoformat(), obj.fold, obj.tzinfo], _load_datetime
+    ),
     int: _Extension(16, _dump_integer, _load_integer),
     complex: _Extension(
         17,
         lambda obj: struct.pack("<dd", obj.real, obj.imag),
         lambda data: complex(*struct.unpack("<dd", data)),
-    ),
-    datetime: _Extension(
-        18, lambda obj: obj.isoformat().encode(), lambda data: datetime.fromisoformat(data.decode())
     ),
     torch.device: _Extension(19, lambda obj: str(obj).encode(), _load_device),
     PosixPath: _Extension(20, os.fsencode, lambda data: PosixPath(os.fsdecode(data))),

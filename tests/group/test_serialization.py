@@ -7,8 +7,11 @@ import pickle
 import struct
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, namedtuple
+from datetime import UTC, datetime, timedelta, timezone, tzinfo
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo, available_timezones
 
 import msgpack
 import pytest
@@ -82,6 +85,49 @@ def test_what_training_scripts_share_comes_back_as_it_was(obj: Any) -> None:
     assert getattr(found, "default_factory", None) is getattr(obj, "default_factory", None)
 
 
+def test_times_keep_a_zone_of_the_database() -> None:
+    if "Europe/Berlin" not in available_timezones():
+        pytest.skip("this host has no time zones")
+    moment = datetime(2024, 10, 27, 2, 30, fold=1, tzinfo=ZoneInfo("Europe/Berlin"))
+    found = decode(encode(moment))
+    assert found.isoformat() == moment.isoformat() == "2024-10-27T02:30:00+01:00"
+    assert found.tzinfo is moment.tzinfo
+    for key in ("Nowhere/None", "Europe", "../etc/localtime", 3, None):
+        with pytest.raises(WireError, match="decode of type ZoneInfo raised"):
+            decode(bytes([PLAIN]) + msgpack.packb(msgpack.ExtType(12, msgpack.packb(["ZoneInfo", key]))))
+    content = b"TZif" + bytes(16) + struct.pack(">6l", 0, 0, 0, 0, 1, 4) + bytes(6) + b"UTC\0"
+    with pytest.raises(InvalidUsageError, match=r"obj\[0\] cannot travel safely: .*without a key"):
+        encode([ZoneInfo.from_file(BytesIO(content))])
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        datetime(2024, 10, 27, 2, 30, fold=1),
+        datetime(2024, 7, 1, tzinfo=UTC),
+        datetime(2024, 7, 1, 12, 0, 0, 5, timezone(timedelta(hours=2), "CEST")),
+    ],
+    ids=str,
+)
+def test_times_keep_their_zone(moment: datetime) -> None:
+    found = decode(encode(moment))
+    assert (found, found.fold, found.tzinfo, found.tzname()) == (
+        moment,
+        moment.fold,
+        moment.tzinfo,
+        moment.tzname(),
+    )
+
+
+def test_dtypes_travel_that_tensors_may_not_have() -> None:
+    """A receiver would not know what the sender could not tell it."""
+    every = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+    assert decode(encode(every)) == every > set(DTYPES.values())
+    for name in ("float31", "nn", ["float32"]):
+        with pytest.raises(WireError, match="no dtype"):
+            decode(bytes([PLAIN]) + msgpack.packb(msgpack.ExtType(6, msgpack.packb([name]))))
+
+
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 @pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)], ids=str)
 def test_tensors_come_back_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -113,6 +159,16 @@ def test_what_comes_can_be_written_to() -> None:
 
 class Custom:
     pass
+
+
+class Nowhere(tzinfo):
+    def utcoffset(self, moment: datetime | None) -> timedelta:
+        return timedelta(0)
+
+    dst = utcoffset
+
+    def tzname(self, moment: datetime | None) -> str:
+        return "nowhere"
 
 
 def without_memory(nbytes: int) -> torch.Tensor:
@@ -148,6 +204,7 @@ for _ in range(MAX_DEPTH + 1):
         (endless, "nested too deeply"),
         (deep, f"more than {MAX_DEPTH} tuples"),
         (1 << (1 << 24), "an integer of"),
+        ([datetime(2024, 7, 1, tzinfo=Nowhere())], r"obj\[0\] cannot travel safely: type Nowhere"),
         (print, "type builtin_function_or_method"),
         ("\ud800", "surrogates"),
     ],
