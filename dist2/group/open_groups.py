@@ -50,12 +50,12 @@ def enter(group: ProcessGroup, name: str) -> None:
     """Note that a group is open, and let torch's C++ find it by a name; it holds it weakly.
 
     Raises:
-        InvalidUsageError: Another group of this process has the name.
+        InvalidUsageError: Another group of this process has the name, here or in torch's table.
     """
     with _lock:
         namesakes = _by_name.get(name)
         if namesakes and any(each.info.uid != group.info.uid for each in namesakes):
-            raise InvalidUsageError(f"name {name!r} is taken by another group of this process")
+            raise _taken(name)
         _open.add(group)
         if not namesakes:
             _register(group, name)
@@ -65,8 +65,15 @@ def enter(group: ProcessGroup, name: str) -> None:
     end_with_multiprocessing()
 
 
+def _taken(name: str) -> InvalidUsageError:
+    return InvalidUsageError(f"name {name!r} is taken by another group of this process")
+
+
 def _register(group: ProcessGroup, name: str) -> None:
-    _c10d._register_process_group(name, group)
+    try:
+        _c10d._register_process_group(name, group)
+    except RuntimeError as error:  # a group that torch has made
+        raise _taken(name) from error
     _named.add(group)
 
 

@@ -142,7 +142,8 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
             if spec.verify and spec.info.world_size > 1:
                 self._bind_verifier()
             open_groups.enter(self, self.info.name)
-        except InvalidUsageError:
+        except BaseException:
+            open_groups.leave(self)
             backend.shutdown()
             raise
         if spec.check_nan:

@@ -17,7 +17,9 @@ from support.warm_interpreter import warm_python
 
 import dist2
 from dist2 import HashStore, InvalidUsageError, OperationTimeoutError, ProcessGroup, WireError
+from dist2.backends.socket.backend import SocketBackend
 from dist2.backends.socket.transport.node import Node
+from dist2.group.open_groups import open_groups
 from dist2.rendezvous.joining import agree, join_group
 from dist2.rendezvous.requests import JoinRequest, Outcome, Verdict
 from dist2.runtime.other_process import Process
@@ -179,6 +181,29 @@ def test_a_wrong_argument_raises_before_others_come(wrong: dict[str, Any], words
     with pytest.raises(InvalidUsageError, match=words):
         dist2.new_group(store=HashStore(), **given)
     assert time.monotonic() - start < LONG_S / 2
+
+
+def test_a_name_that_torch_has_given_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left of the group that did not come to be."""
+    closed: list[SocketBackend] = []
+    shutdown = SocketBackend.shutdown
+
+    def noted_shutdown(backend: SocketBackend) -> None:
+        closed.append(backend)
+        shutdown(backend)
+
+    monkeypatch.setattr(SocketBackend, "shutdown", noted_shutdown)
+    torch_dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        theirs = torch_dist.group.WORLD
+        assert theirs is not None
+        with dist2.new_group("socket", store=HashStore(), rank=0, world_size=1) as pg:
+            with pytest.raises(InvalidUsageError, match=f"name '{theirs.group_name}' is taken by another"):
+                pg.split([0], name=theirs.group_name)
+            assert open_groups() == [pg]
+            assert len(closed) == 1
+    finally:
+        torch_dist.destroy_process_group()
 
 
 def test_who_waits_at_a_store_of_torchs_is_not_complained_of(
