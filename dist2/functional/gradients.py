@@ -29,10 +29,10 @@ def needs_result(op: str) -> bool:
     return reduction_of(op).kind in _NEEDS_RESULT
 
 
-def through_reduction(op: str, grad: Grad, x: Grad | None, result: Grad | None, group: str) -> Grad:
+def through_reduction(
+    op: str, grad: Grad, x: Grad | None, result: Grad | None, group: str, *, ahead: bool = False
+) -> Grad:
     """Return the gradient of this rank's contribution to a reduction.
-
-    With the tangent of the contribution as ``grad``: what it adds to the tangent of the result.
 
     Args:
         op: The reduction.
@@ -40,6 +40,8 @@ def through_reduction(op: str, grad: Grad, x: Grad | None, result: Grad | None, 
         x: Contribution of this rank, of the shape of ``grad``; None unless `needs_result`.
         result: The result, likewise.
         group: The group.
+        ahead: ``grad`` is the tangent of the contribution: return what it adds to the tangent of the result.
+            Of a complex number the gradient takes the conjugate of the slope, the tangent the slope.
     """
     reduction = reduction_of(op)
     if reduction.kind is ReduceKind.AVG:
@@ -49,18 +51,19 @@ def through_reduction(op: str, grad: Grad, x: Grad | None, result: Grad | None, 
     if x is None or result is None:
         return grad
     if reduction.kind is ReduceKind.PRODUCT:
-        return grad * _product_of_others(x, result, group)
+        slope = _product_of_others(x, group)
+        return grad * (slope if ahead else slope.conj())
     mine = (x == result).to(grad.dtype)  # ranks with equal values share the gradient
     return grad * mine / all_reduce(mine, "sum", group)
 
 
-def _product_of_others(x: Grad, result: Grad, group: str) -> Grad:
+def _product_of_others(x: Grad, group: str) -> Grad:
     """Return the product of the contributions of all other ranks, some of which may be zero."""
     is_zero = x == 0
     nonzero = torch.where(is_zero, torch.ones_like(x), x)
-    zeros = all_reduce(is_zero.to(x.dtype), "sum", group)
+    zeros = all_reduce(is_zero.to(torch.int32), "sum", group)
     of_nonzero = all_reduce(nonzero, "product", group)
-    others_are_zero = zeros > is_zero.to(x.dtype)
+    others_are_zero = zeros > is_zero
     return torch.where(others_are_zero, torch.zeros_like(x), of_nonzero / nonzero)
 
 
@@ -157,7 +160,7 @@ def _all_reduce(ctx: Any, grad: Grad) -> tuple[Grad | None, ...]:
 
 
 def _all_reduce_tangent(ctx: Any, grad: Grad) -> Grad:
-    part = through_reduction(ctx.op, grad, *_kept(ctx), ctx.group)
+    part = through_reduction(ctx.op, grad, *_kept(ctx), ctx.group, ahead=True)
     return all_reduce(part, "sum", ctx.group)
 
 
@@ -166,11 +169,11 @@ def _setup_reduce(ctx: Any, inputs: tuple[Any, ...], output: Grad) -> None:
     _keep(ctx, op, x, output)
 
 
-def _through_reduce(ctx: Any, grad: Grad) -> Grad:
+def _through_reduce(ctx: Any, grad: Grad, *, ahead: bool = False) -> Grad:
     x, result = _kept(ctx)
     if result is not None:
         result = broadcast(result, ctx.root, ctx.group)
-    return through_reduction(ctx.op, grad, x, result, ctx.group)
+    return through_reduction(ctx.op, grad, x, result, ctx.group, ahead=ahead)
 
 
 def _reduce(ctx: Any, grad: Grad) -> tuple[Grad | None, ...]:
@@ -178,7 +181,7 @@ def _reduce(ctx: Any, grad: Grad) -> tuple[Grad | None, ...]:
 
 
 def _reduce_tangent(ctx: Any, grad: Grad) -> Grad:
-    return reduce(_through_reduce(ctx, grad), ctx.root, "sum", ctx.group)
+    return reduce(_through_reduce(ctx, grad, ahead=True), ctx.root, "sum", ctx.group)
 
 
 def _setup_broadcast(ctx: Any, inputs: tuple[Any, ...], output: Grad) -> None:
@@ -202,11 +205,11 @@ def _setup_reduce_scatter(ctx: Any, inputs: tuple[Any, ...], output: Grad) -> No
     _keep(ctx, op, x, output)
 
 
-def _through_reduce_scatter(ctx: Any, grad: Grad) -> Grad:
+def _through_reduce_scatter(ctx: Any, grad: Grad, *, ahead: bool = False) -> Grad:
     x, result = _kept(ctx)
     if result is not None:
         result = all_gather(result, ctx.sizes, ctx.rank, ctx.group)
-    return through_reduction(ctx.op, grad, x, result, ctx.group)
+    return through_reduction(ctx.op, grad, x, result, ctx.group, ahead=ahead)
 
 
 def _reduce_scatter(ctx: Any, grad: Grad) -> tuple[Grad | None, ...]:
@@ -215,7 +218,7 @@ def _reduce_scatter(ctx: Any, grad: Grad) -> tuple[Grad | None, ...]:
 
 
 def _reduce_scatter_tangent(ctx: Any, grad: Grad) -> Grad:
-    part = _through_reduce_scatter(ctx, grad)
+    part = _through_reduce_scatter(ctx, grad, ahead=True)
     return reduce_scatter(part, "sum", ctx.sizes, ctx.rank, ctx.group)
 
 

@@ -73,9 +73,9 @@ CASES: dict[str, Function] = {
 }
 
 
-def mine(rank: int) -> torch.Tensor:
+def mine(rank: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     generator = torch.Generator().manual_seed(10 + rank)
-    return torch.rand(6, 2, generator=generator, dtype=torch.float64) + 0.5
+    return torch.rand(6, 2, generator=generator, dtype=dtype) + 0.5
 
 
 def weights(like: torch.Tensor, rank: int) -> torch.Tensor:
@@ -90,14 +90,16 @@ def total(value: torch.Tensor, pg: ProcessGroup) -> float:
     return whole.item()
 
 
-def check_gradient(name: str, function: Function, pg: ProcessGroup) -> None:
+def check_gradient(
+    name: str, function: Function, pg: ProcessGroup, dtype: torch.dtype = torch.float64
+) -> None:
     """Compare the change of the loss of all ranks along a direction with that which the gradients tell."""
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         y = function(x, pg)
-        return (y * weights(y, pg.rank())).sum()
+        return (y * weights(y, pg.rank())).sum().real
 
-    x = mine(pg.rank()).requires_grad_()
+    x = mine(pg.rank(), dtype).requires_grad_()
     before = x.detach().clone()
     loss(x).backward()
     assert torch.equal(x, before), "the input was changed"
@@ -105,7 +107,9 @@ def check_gradient(name: str, function: Function, pg: ProcessGroup) -> None:
     way = weights(x, 7 + pg.rank())
     with torch.no_grad():
         change = total(loss(before + STEP * way), pg) - total(loss(before - STEP * way), pg)
-    assert total((x.grad * way).sum(), pg) == pytest.approx(change / (2 * STEP), rel=1e-4, abs=1e-6), name
+    assert total((x.grad.conj() * way).sum().real, pg) == pytest.approx(
+        change / (2 * STEP), rel=1e-4, abs=1e-6
+    ), name
 
 
 @pytest.mark.parametrize("tenant", TENANTS, ids=str)
@@ -117,6 +121,20 @@ def test_gradients_are_those_of_finite_differences(tenant: Tenant) -> None:
     run_ranks(WORLD, body, tenant)
 
 
+COMPLEX = {
+    **of_reduction(ReduceOp.SUM),
+    **{f"{case}, product": function for case, function in of_reduction(ReduceOp.PRODUCT).items()},
+}
+
+
+def test_gradients_of_complex_numbers() -> None:
+    def body(pg: ProcessGroup) -> None:
+        for name, function in COMPLEX.items():
+            check_gradient(name, function, pg, torch.complex128)
+
+    run_ranks(WORLD, body, TENANTS[0])
+
+
 def test_products_with_zeros_and_equal_maxima() -> None:
     def body(pg: ProcessGroup) -> None:
         values = [[0.0, 0.0, 2.0], [3.0, 0.0, 5.0], [4.0, 6.0, 7.0]][pg.rank()]
@@ -124,6 +142,10 @@ def test_products_with_zeros_and_equal_maxima() -> None:
         functional.reduce(x, pg, 0, ReduceOp.PRODUCT).sum().backward()
         assert x.grad is not None
         assert x.grad.tolist() == [[12.0, 0.0, 35.0], [0.0, 0.0, 14.0], [0.0, 0.0, 10.0]][pg.rank()]
+        x = torch.tensor([1j * each for each in values], requires_grad=True)
+        functional.reduce(x, pg, 0, ReduceOp.PRODUCT).real.sum().backward()
+        assert x.grad is not None
+        assert x.grad.tolist() == [[-12, 0, -35], [0, 0, -14], [0, 0, -10]][pg.rank()]
         x = torch.tensor([1.0, float(pg.rank() > 0)], requires_grad=True)
         functional.all_reduce(x, pg, ReduceOp.MAX).sum().backward()
         assert x.grad is not None

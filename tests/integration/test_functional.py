@@ -278,7 +278,10 @@ def _forward_mode(pg: ProcessGroup) -> None:
     }
     x = mine(pg.rank()).double() + pg.rank() / 2  # no two ranks have equal values
     way = x.cos()
-    for name, case in cases.items():
+    whirled = (torch.complex(x, way), torch.complex(way, -x))
+    inputs = [(name, case, x, way) for name, case in cases.items()]
+    inputs.append(("complex product", cases["all_reduce, product"], *whirled))
+    for name, case, x, way in inputs:
         ahead, behind = case(x + 1e-4 * way, pg), case(x - 1e-4 * way, pg)
         _, tangent = torch.func.jvp(lambda x, case=case: case(x, pg), (x,), (way,))
         torch.testing.assert_close(tangent, (ahead - behind) / 2e-4, rtol=1e-6, atol=1e-6, msg=name)
