@@ -116,10 +116,11 @@ def reduce_scatter_multigpu(
 
 
 def _some(tensors: object, argument: str) -> Tensors:
+    """Return tensors without their part in autograd's graph, as they are written in place."""
     given = many(tensors, argument)
     if not given:
         raise InvalidUsageError(f"{argument} must hold at least one tensor")
-    return given
+    return [tensor.detach() for tensor in given]
 
 
 def _lists(lists: Sequence[Tensors], argument: str, count: int, length: int) -> list[Tensors]:

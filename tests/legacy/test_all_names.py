@@ -206,6 +206,27 @@ def test_ranks_with_several_tensors(async_op: bool) -> None:
     ]
 
 
+@pytest.mark.parametrize("async_op", [False, True])
+def test_several_parameters(async_op: bool, alone: None) -> None:
+    """They are written like any tensor, as by all other operations."""
+
+    def pair(first: float, second: float) -> list[torch.nn.Parameter]:
+        return [torch.nn.Parameter(torch.full((2,), value)) for value in (first, second)]
+
+    total, told, at_root, parts, whole, lists = (pair(1.0, 2.0) for _ in range(6))
+    works = [
+        ours.all_reduce_multigpu(total, async_op=async_op),
+        ours.broadcast_multigpu(told, 0, async_op=async_op, src_tensor=1),
+        ours.reduce_multigpu(at_root, 0, async_op=async_op, dst_tensor=1),
+        ours.all_gather_multigpu([whole, pair(0.0, 0.0)], pair(3.0, 4.0), async_op=async_op),
+        ours.reduce_scatter_multigpu(parts, [lists, lists], async_op=async_op),
+    ]
+    assert [work is not None and work.wait(10) for work in works] == [async_op] * 5
+    found = [[each[0].item() for each in params] for params in (total, told, at_root, whole, parts)]
+    assert found == [[3.0, 3.0], [2.0, 2.0], [1.0, 3.0], [3.0, 4.0], [2.0, 4.0]]
+    assert all(each.is_leaf and each.requires_grad for each in (*total, *parts))
+
+
 def test_a_failure_reaches_those_that_wait_for_several_tensors() -> None:
     with dist2.new_group("socket", 20, store=HashStore(), rank=0, world_size=1) as pg:
         whole = ours.all_gather_multigpu([[torch.zeros(3)]], [torch.zeros(2)], pg, async_op=True)
