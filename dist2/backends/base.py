@@ -125,6 +125,7 @@ class Backend(ABC):
         frees_tensors: Whether the tensors of a failed operation are no longer accessed, so that its outputs
             can be poisoned.
         leaves_at_once: Whether `shutdown` waits for nobody while no operation is under way.
+        has_peers: Whether the other ranks exist, so that the group may wait for them at its store.
         device_types: Devices whose tensors it takes.
         staged_types: Devices whose tensors the group copies to the host for it.
         revoked: The error of the group's operations once a member has revoked it.
@@ -133,6 +134,7 @@ class Backend(ABC):
 
     natively_async: ClassVar[bool] = False
     stream_ordered: ClassVar[bool] = False
+    has_peers: ClassVar[bool] = True
     frees_tensors: bool = False
     leaves_at_once: bool = False
     device_types: tuple[str, ...] = ("cpu",)

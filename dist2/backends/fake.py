@@ -26,12 +26,10 @@ def create(spec: GroupSpec) -> FakeBackend:
     return FakeBackend(spec)
 
 
-create.has_peers = False  # type: ignore[attr-defined]  # `new_group` waits for no rank
-
-
 class FakeBackend(Backend):
     """Completes every operation at once, from this rank's tensors alone."""
 
+    has_peers = False
     device_types = ("cpu", "cuda", "meta", "mps", "xpu", "hpu", "mtia")
 
     def all_reduce(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
@@ -94,6 +92,9 @@ class FakeBackend(Backend):
 
     def abort(self) -> None:
         """Nothing can block."""
+
+
+create.has_peers = FakeBackend.has_peers  # type: ignore[attr-defined]  # `new_group` waits for no rank
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:

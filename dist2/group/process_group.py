@@ -390,6 +390,8 @@ class ProcessGroup(  # type: ignore[misc]  # torch's stubs type one overload a m
         if self._runner.fault is not None:
             raise self._runner.refusal(self._runner.fault)
         limit_s = self._limit_s(timeout)
+        if not self.backend.has_peers:
+            return
         self._barriers += 1
         monitored_barrier(
             self.info,

@@ -90,6 +90,11 @@ def test_nobody_is_waited_for() -> None:
         assert part is not None
         assert part.global_rank() == 999
         part.shutdown()
+        pg.monitored_barrier()
+        with pytest.raises(dist2.InvalidUsageError, match="timeout"):
+            pg.monitored_barrier(timeout=-1)
+    with pytest.raises(dist2.GroupAbortedError):
+        pg.monitored_barrier()
 
 
 def test_arguments_are_checked_as_everywhere() -> None:
