@@ -36,7 +36,7 @@ import msgpack
 import torch
 
 from dist2.errors import InvalidUsageError, WireError
-from dist2.group.object_types import type_named, type_of
+from dist2.group.object_types import EXCEPTION, type_named, type_of
 from dist2.operation.storage import lacks_memory
 from dist2.runtime.rank_names import RANKS, RankNames
 
@@ -73,13 +73,13 @@ def encode(obj: object, *, allow_pickle: bool = False) -> bytes:
 
     Args:
         obj: Plain data, tensors and numpy's values. Tensors travel by value, detached from autograd's graph.
-        allow_pickle: Pickle everything else.
+        allow_pickle: Pickle an object that holds anything else, or an exception: its text alone is safe.
 
     Raises:
         InvalidUsageError: It holds something of another type; says which, and where.
     """
     try:
-        return bytes([PLAIN]) + _Coder().pack(obj)
+        return bytes([PLAIN]) + _Coder(as_text=not allow_pickle).pack(obj)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         if allow_pickle:
             return bytes([PICKLED]) + _pickled(obj)
@@ -179,10 +179,15 @@ class _Extension:
 
 
 class _Coder:
-    """Packs and unpacks one object. Extensions nest, and each level costs MessagePack much of the stack."""
+    """Packs and unpacks one object. Extensions nest, and each level costs MessagePack much of the stack.
 
-    def __init__(self) -> None:
+    Args:
+        as_text: Whether it packs exceptions, as their text.
+    """
+
+    def __init__(self, *, as_text: bool = True) -> None:
         self._depth = 0
+        self._as_text = as_text
 
     def pack(self, obj: object) -> bytes:
         packed: bytes = msgpack.packb(obj, default=self._dump, strict_types=True)
@@ -193,10 +198,11 @@ class _Coder:
 
     def _dump(self, obj: object) -> msgpack.ExtType:
         extension = _BY_TYPE.get(type(obj)) or (_NUMPY if _is_numpy_value(obj) else None)
-        if extension is None and type_of(obj) is not None:
-            extension = _NAMED
         if extension is None:
-            raise TypeError(f"type {type(obj).__qualname__}")
+            named = type_of(obj)
+            if named is None or (named.name == EXCEPTION and not self._as_text):
+                raise TypeError(f"type {type(obj).__qualname__}")
+            extension = _NAMED
         content = extension.dump(obj)
         if isinstance(content, list):
             with self._one_deeper():

@@ -239,6 +239,16 @@ def test_pickle_only_where_both_sides_say_so() -> None:
         encode(lambda: 0, allow_pickle=True)
 
 
+def test_exceptions_are_pickled_where_that_is_allowed() -> None:
+    """Their text alone is what is left of them without."""
+    data = encode([1, ValueError("x")], allow_pickle=True)
+    assert data[0] == PICKLED
+    (_, found) = decode(data, allow_pickle=True)
+    assert (type(found), found.args) == (ValueError, ("x",))
+    (_, found) = decode(encode([1, ValueError("x")]))
+    assert (type(found), found.args) == (RuntimeError, ("ValueError: x",))
+
+
 def test_a_refusal_says_why() -> None:
     data = refusal(ValueError("no way"))
     assert data[0] == REFUSED

@@ -289,9 +289,11 @@ def pickles_behind_a_switch(rank: int) -> None:
     os.environ["DIST2_ALLOW_PICKLE"] = "1"
     try:
         dist.all_gather_object(everyone, Path)
+        assert everyone == [Path] * SIZE
+        dist.all_gather_object(everyone, KeyError(rank))
+        assert list(map(repr, everyone)) == [f"KeyError({each})" for each in range(SIZE)]
     finally:
         del os.environ["DIST2_ALLOW_PICKLE"]
-    assert everyone == [Path] * SIZE
     if rank == 0:
         dist.broadcast_object_list([1])
     else:
