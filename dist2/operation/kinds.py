@@ -68,7 +68,8 @@ class ReduceKind(enum.Enum):
 class Reduction:
     """A reduction as a value: ours in place of torch's `ReduceOp`, which hashes and compares slowly.
 
-    One instance a kind (and factor), so that identity is equality.
+    One instance a kind, and one a factor while it is among the latest, so that plans are found by identity: a
+    second instance of a factor is equal to the ranks that compare calls, and costs another plan.
 
     Attributes:
         kind: How contributions combine.
@@ -79,7 +80,7 @@ class Reduction:
     factor: float | None = None
 
     def __reduce__(self) -> tuple[Callable[..., Reduction], tuple[ReduceKind, float | None]]:
-        """Have copies, also those that are sent to other processes, be the one instance there is."""
+        """Have copies, also those that are sent to other processes, be the instance there is."""
         return _the_one, (self.kind, self.factor)
 
     def __str__(self) -> str:
@@ -133,7 +134,7 @@ def premul_sum(factor: float | torch.Tensor) -> Reduction:
     try:
         if isinstance(factor, (str, bytes, bytearray)):  # which `float` would read
             raise TypeError(f"a text: {factor!r}")
-        return _premul_sum(float(factor))
+        return _premul_sum(float(factor).hex())
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InvalidUsageError(
             f"factor must be a number or a tensor of one element, got {factor!r}"
@@ -141,13 +142,13 @@ def premul_sum(factor: float | torch.Tensor) -> Reduction:
 
 
 @lru_cache(maxsize=1024)
-def _premul_sum(factor: float) -> Reduction:
-    """One object a factor, as plans are kept by identity."""
-    return Reduction(ReduceKind.PREMUL_SUM, factor)
+def _premul_sum(factor: str) -> Reduction:
+    """One object a factor, as plans are kept by identity; as a text, which has the sign of a zero."""
+    return Reduction(ReduceKind.PREMUL_SUM, float.fromhex(factor))
 
 
 def _the_one(kind: ReduceKind, factor: float | None) -> Reduction:
-    return _BY_NAME[kind.name] if factor is None else _premul_sum(factor)
+    return _BY_NAME[kind.name] if factor is None else premul_sum(factor)
 
 
 _BY_NAME = {kind.name: Reduction(kind) for kind in ReduceKind if kind is not ReduceKind.PREMUL_SUM}
