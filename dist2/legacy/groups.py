@@ -66,8 +66,10 @@ def new_group(
     check_backend(kind)
     options = options_of(pg_options, kind)
     # Members and others must agree on names, so all count. Where only members call, the split names it.
-    nth = None if use_local_synchronization else worlds.of(parent.pg).count(parent.pg)
-    name = None if nth is None else f"{parent.pg.group_name}/{nth}"
+    name = None
+    if not use_local_synchronization:
+        worlds.of(parent.pg).made += 1
+        name = f"{parent.pg.group_name}/{_count(parent.pg, 'legacy')}"
     if parent.pg.rank() not in chosen:
         return NON_GROUP_MEMBER
     if backend is None and pg_options is None:
@@ -112,6 +114,13 @@ def _cuts_in(cuts: object, argument: str) -> list[list[int]]:
     return [_ranks_in(ranks, f"{argument}[{place}]") for place, ranks in enumerate(cuts)]
 
 
+def _count(parent: ProcessGroup, label: str) -> int:
+    """Return how many groups of a label were made of a group before, on which its members agree."""
+    counts = parent._subgroup_counts
+    counts[label] = counts.get(label, 0) + 1
+    return counts[label] - 1
+
+
 def _opened(
     parent: ProcessGroup,
     ranks: Sequence[int],
@@ -122,7 +131,7 @@ def _opened(
     options: Mapping[str, Any],
 ) -> ProcessGroup:
     """Return a group on a separate backend: its members meet at the parent's store."""
-    nth = worlds.of(parent).count_opened(parent, ranks)
+    nth = _count(parent, f"new{tuple(ranks)}")
     info = members.subgroup(parent.info, ranks, nth, "new", name, desc)
     spec = attrs.evolve(
         parent.spec,

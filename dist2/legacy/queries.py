@@ -69,7 +69,7 @@ def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
 
 def get_pg_count() -> int:
     """Return how many groups were made since `init_process_group`, its own included."""
-    return worlds.here().made.total()
+    return worlds.here().made
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import operator
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
@@ -45,8 +44,7 @@ class World:
         rank: The rank, as far as it is known.
         default: The group of `init_process_group`.
         ranks: For each group, the ranks that its members have in the default group, by group rank.
-        made: How many groups were made of each group, by its uid; the default group counts as one of itself.
-        opened: How many of those with a backend of their own were made of the same ranks of it.
+        made: How many groups were made since `init_process_group`, which counts as one.
         is_shared: Whether all threads use it that have none: it was the only one of the process all the time.
         in_torch: Its groups in torch's tables, if they are there.
     """
@@ -54,8 +52,7 @@ class World:
     rank: int | None = None
     default: ProcessGroup | None = None
     ranks: dict[ProcessGroup, tuple[int, ...]] = attrs.field(factory=dict)
-    made: Counter[str] = attrs.field(factory=Counter)
-    opened: Counter[tuple[str, tuple[int, ...]]] = attrs.field(factory=Counter)
+    made: int = 0
     is_shared: bool = True
     in_torch: TorchDefaultGroup | None = None
 
@@ -100,20 +97,8 @@ class World:
             self.in_torch.remove(pg)
         if pg is self.default:
             self.leave_torch()
-            self.default = None
-            for each in (self.ranks, self.made, self.opened):
-                each.clear()
-
-    def count(self, parent: ProcessGroup) -> int:
-        """Return a number that names the next group made of a group: all members of that one agree on it."""
-        self.made[parent.info.uid] += 1
-        return self.made[parent.info.uid] - 1
-
-    def count_opened(self, parent: ProcessGroup, ranks: Sequence[int]) -> int:
-        """Return how many groups with a backend of their own were made of these ranks of a group before."""
-        key = (parent.info.uid, tuple(ranks))
-        self.opened[key] += 1
-        return self.opened[key] - 1
+            self.default, self.made = None, 0
+            self.ranks.clear()
 
 
 class Worlds:
@@ -208,7 +193,7 @@ class Worlds:
 
     def begin(self, world: World, pg: ProcessGroup) -> None:
         """Give a world its default group."""
-        world.count(pg)
+        world.made += 1
         world.default, world.rank = world.add(pg, range(pg.size())), pg.rank()
         with self._lock:
             if world not in self._worlds:

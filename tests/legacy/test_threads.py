@@ -14,6 +14,7 @@ from support.threads import together
 
 import dist2.legacy as dist
 from dist2 import HashStore, InvalidUsageError, new_group, process_group
+from dist2.group.open_groups import open_groups
 
 LIMIT_S = 20.0
 
@@ -106,6 +107,26 @@ def test_groups_made_in_a_block_are_counted_by_its_group() -> None:
     ((outside,), first, second) = cast("list[tuple[str, ...]]", run(3, body))
     assert first == second
     assert first[0] == outside
+
+
+def test_a_default_group_that_comes_back_goes_on_counting() -> None:
+    """The groups that were made of it are still open, and have names."""
+
+    def body(rank: int) -> int:
+        whole = dist.group.WORLD
+        for backend in (None, "socket"):
+            dist.new_group([1, 0], backend=backend)
+        before = [each for each in open_groups() if each.info.rank == rank and each is not whole]
+        dist.group.WORLD = None
+        dist.group.WORLD = whole
+        assert dist.get_pg_count() == 1
+        for backend in (None, "socket"):
+            dist.barrier(dist.new_group([1, 0], timedelta(seconds=10), backend))
+        for pg in before:
+            pg.shutdown()
+        return dist.get_pg_count()
+
+    assert run(2, body) == [3, 3]
 
 
 def test_a_thread_that_is_no_rank_must_say_which_group() -> None:
