@@ -342,6 +342,8 @@ def _env_endpoint(request: _Request) -> Endpoint:
     if file is not None:
         return FileEndpoint(file, f"{request.label} at {file}")
     host, port = request.variable("MASTER_ADDR"), request.variable_integer("MASTER_PORT")
+    if host.split() != [host]:
+        raise request.wrong(f"environment variable MASTER_ADDR must be a host, got {host!r}")
     if not 0 < port < 1 << 16:
         raise request.wrong(f"environment variable MASTER_PORT must be from 1 to 65535, got {port}")
     label = f"{request.label} at MASTER_ADDR={host}, MASTER_PORT={port}"

@@ -112,9 +112,7 @@ def test_a_nan_is_named_before_it_is_sent() -> None:
                 text = str(caught.value)
                 assert text.startswith("rank 1 passes NaN to reduce_scatter(")
                 assert f"{Path(__file__).name}:" in text
-                with pytest.raises(
-                    GroupRevokedError, match=r"revoked by rank 1 \(NanError: rank 1 passes"
-                ):
+                with pytest.raises(GroupRevokedError, match=r"revoked by rank 1 \(NanError: rank 1 passes"):
                     checked.barrier()
             else:
                 with pytest.raises(GroupRevokedError, match="rank 1 passes NaN to reduce_scatter"):
