@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -45,23 +46,28 @@ from observability.token_files import ControlPlaneFile
 
 EVERY_S, SELDOM_S = 1.0, 5.0
 ANSWER_S = 5.0
+"""How long a rank may take for `OFTEN`; one that takes longer is silent."""
+SLOW_S = 30.0
+"""How long it may take for the rest, for which it asks others: one of these may be stopped."""
 ASKED = 3
 """Ranks that are asked until one answers."""
 SILENT_S = 30.0
 """How long a rank that did not answer is not asked again, if there is another one."""
-KEPT = 256
-"""Answers that are kept, by path."""
+KEPT_BYTES = 32 << 20
+"""Size of the answers to clients that are kept, beside those that the page has asked for itself."""
 SUMMARIES = 16
 """Ranks whose details are kept for the time after their end."""
 OFTEN = ("/job", "/summary")
 SELDOM = ("/history", "/stragglers", "/sd")
 EVIDENCE = ("/desync", "/stacks", "/trace?seconds=60")
-"""Asked for when the verdict changes, besides."""
+"""Asked for when the job waits for other ranks or in other operations than before, besides."""
 
 _MEDIA_TYPES = {
     "/metrics": "text/plain; version=0.0.4; charset=utf-8",
     "/flight_recorder": "application/octet-stream",
 }
+SERVER_ERRORS = HTTPStatus.INTERNAL_SERVER_ERROR
+"""From this status on, a refusal is no answer: one that is kept is given."""
 _FILES = {"/trace": "trace.json", "/flight_recorder": "flight"}
 _STARTING: dict[str, Any] = {
     "headline": "The ranks are starting: none has made a group yet",
@@ -92,6 +98,9 @@ class JobPage:
     def __init__(self, program: str, world_size: int) -> None:
         self._asker = Asker()
         self._kept: dict[str, bytes] = {}
+        self._keeping = threading.Lock()
+        self._own = {*OFTEN, *SELDOM, *EVIDENCE}
+        self._trouble: list[Any] = []
         self._job: dict[str, Any] = _STARTING
         self._started_s = time.time()
         self._incident: Path | None = None
@@ -170,10 +179,19 @@ class JobPage:
         if path == "/job":
             answer: bytes | None = json.dumps(self._job).encode()
         else:
-            answer = await on_thread(self._ask, target, body)
-            answer = self._kept.get(target) if answer is None and body is None else answer
+            try:
+                answer, refusal = await on_thread(self._ask, target, body), None
+            except HTTPException as error:
+                answer, refusal = None, error
+            if refusal is not None and (body is not None or refusal.status_code < SERVER_ERRORS):
+                raise refusal
+            if answer is None and body is not None:
+                raise HTTPException(502, "no rank answers: it is not known whether one has carried it out")
+            answer = self._kept.get(target) if answer is None else answer
             if answer is None and path in self._at_start and not self._ends.is_set():
                 answer = json.dumps(self._at_start[path]).encode()
+            if answer is None and refusal is not None:
+                raise refusal
         if answer is None:
             raise HTTPException(502, f"no rank answers, and nothing is kept of {target!r}")
         headers = {"Cache-Control": "no-store"}
@@ -192,9 +210,9 @@ class JobPage:
 
     def _look(self) -> None:
         before = self._job
-        answers = [self._ask(path) for path in OFTEN]
-        if answers[0] is not None:
-            self._heard, self._job = time.monotonic(), _without_urls(json.loads(answers[0]))
+        job, _ = (self._read(path) for path in OFTEN)
+        if job is not None:
+            self._heard, self._job = time.monotonic(), _without_urls(json.loads(job))
             self._at_start.clear()
         elif self._heard == 0.0:
             self._look_at_start()
@@ -203,14 +221,16 @@ class JobPage:
             headline = f"No rank answers: this is their state of {age_s:.0f} s ago"
             self._job = {**before, "headline": headline, "tone": "warn"}
         self._summary = json.loads(self._kept.get("/summary", b"null"))
-        if self._job["verdict"] and self._job["verdict"] != before["verdict"]:
+        before_that, self._trouble = self._trouble, _trouble(self._job)
+        if self._trouble and self._trouble != before_that:
             for path in EVIDENCE:
-                self._ask(path)
+                self._read(path)
         if time.monotonic() >= self._seldom:
             self._seldom = time.monotonic() + SELDOM_S
-            some = [each["rank"] for each in self._job["ranks"][:SUMMARIES]]
-            for path in (*SELDOM, *(f"/summary?rank={rank}" for rank in some)):
-                self._ask(path)
+            some = [f"/summary?rank={each['rank']}" for each in self._job["ranks"][:SUMMARIES]]
+            self._own.update(some)
+            for path in (*SELDOM, *some):
+                self._read(path)
 
     def _look_at_start(self) -> None:
         """Show the verdict where the ranks wait in their first `new_group`, which leaves an incident."""
@@ -227,24 +247,50 @@ class JobPage:
                 headline = f"No rank has made a group yet: {found['verdict'][0]}"
                 self._job = {**_STARTING, "headline": headline, "tone": "bad", "culprits": found["culprits"]}
 
+    def _read(self, path: str) -> bytes | None:
+        """Return the answer of a rank, which is kept; None where none gives one."""
+        with suppress(HTTPException):
+            return self._ask(path)
+        return None
+
     def _ask(self, path: str, body: object = None) -> bytes | None:
-        """Return the answer of the first rank that answers; None where none does. Keeps answers to GET."""
-        for plane in self._planes():
+        """Return the answer of the first rank that replies; None where none does. Keeps answers to GET.
+
+        An act is sent once, as a rank that is late may carry it out still.
+
+        Raises:
+            HTTPException: That rank refuses.
+        """
+        planes, is_quick = self._planes(), path in OFTEN
+        for plane in planes if body is None else planes[:1]:
+            limit_s = ANSWER_S if is_quick else SLOW_S
             try:
-                answer = self._asker.ask(f"{plane.url}{path}", plane.token, body=body, timeout_s=ANSWER_S)
+                answer = self._asker.ask(f"{plane.url}{path}", plane.token, body=body, timeout_s=limit_s)
+            except HTTPError as error:
+                raise _refusal(error) from error
             except (OSError, Dist2Error, ValueError) as error:
                 log.debug("%s does not answer: %s", plane.url, error)
-                if isinstance(error, HTTPError):
-                    error.close()
-                else:
+                if is_quick:  # other answers take long because of other ranks
                     self._silent[plane.url] = time.monotonic()
                 continue
             # Commands ask for a diagnosis of this moment; of the time before, only `EVIDENCE` is kept.
-            is_kept = body is None and not path.startswith("/desync?")
-            if is_kept and (path in self._kept or len(self._kept) < KEPT):
-                self._kept[path] = answer
+            if body is None and not path.startswith("/desync?"):
+                self._keep(path, answer)
             return answer
         return None
+
+    def _keep(self, path: str, answer: bytes) -> None:
+        """Keep an answer; forget those to clients that were kept for longest beyond `KEPT_BYTES`."""
+        with self._keeping:
+            self._kept.pop(path, None)
+            self._kept[path] = answer  # at the end
+            others = {each: len(kept) for each, kept in self._kept.items() if each not in self._own}
+            size = sum(others.values())
+            for each, length in others.items():
+                if size <= KEPT_BYTES:
+                    break
+                del self._kept[each]
+                size -= length
 
     def _planes(self) -> list[ControlPlaneFile]:
         """Return the control planes to ask: the first that answer, or that which is silent for longest."""
@@ -265,6 +311,23 @@ class JobPage:
 
     def _write(self, job: token_files.Job) -> None:
         self._of, self._file = job, token_files.write(self._base, self._token, job)
+
+
+def _refusal(error: HTTPError) -> HTTPException:
+    """Return the refusal of a rank, to be passed on."""
+    with error:
+        reason, pause = str(error.reason), error.headers.get("Retry-After")
+    with suppress(ValueError, KeyError, TypeError):
+        reason = str(json.loads(reason)["reason"])
+    return HTTPException(error.code, reason, {"Retry-After": pause} if pause else None)
+
+
+def _trouble(job: dict[str, Any]) -> list[Any]:
+    """Return which ranks and operations a verdict is about: its sentences have ages. Empty without one."""
+    if not job["verdict"]:
+        return []
+    operations = [[each[name] for name in ("uid", "seq", "p2p", "caller")] for each in job["waiting"]]
+    return [job["culprits"], operations]
 
 
 def _without_urls(job: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,9 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from email.message import Message
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -29,6 +32,7 @@ from dist2.runtime.config import Config
 from dist2.runtime.other_process import Process
 from observability import token_files
 from observability.automatic import AutomaticStart
+from observability.client import Asker
 from observability.server import job_page, running
 from observability.token_files import ControlPlaneFile
 
@@ -187,6 +191,116 @@ def test_the_page_of_a_launcher_does_not_wait_for_a_rank_that_is_stopped(
         assert "headline" not in page._job
     finally:
         page.close()
+
+
+class Ranks:
+    """Ranks of a launcher's job that answer as a test says; their page looks only when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int = 2) -> None:
+        self.asked: list[tuple[int, str]] = []
+        self.answers: dict[Any, Any] = {"/job": {"ranks": [], "verdict": []}}
+        jobs = [token_files.Job("uid", "job", rank, count, meeting="here") for rank in range(count)]
+        planes = [ControlPlaneFile(f"http://{job.rank}", "t", Process.here(), job) for job in jobs]
+        monkeypatch.setattr(token_files, "control_planes", lambda: planes)
+        monkeypatch.setattr(job_page, "EVERY_S", 1000.0)
+        self.page = job_page.JobPage("train.py", count)
+        self.page.starts("here")
+        monkeypatch.setattr(self.page._asker, "ask", self._ask)
+
+    def _ask(self, url: str, *_: object, **__: object) -> bytes:
+        rank, path = int(url[7]), url[8:]
+        self.asked.append((rank, path))
+        answer = self.answers.get((rank, path), self.answers.get(path, {}))
+        if isinstance(answer, Exception):
+            raise answer
+        return json.dumps(answer).encode()
+
+    def request(self, path: str, body: object = None) -> bytes:
+        """Ask the page, as a client does."""
+        base, _, token = self.page.url.partition("/#token=")
+        return Asker().ask(base + path, token, body=body)
+
+    def refusal(self, path: str, body: object = None) -> tuple[int, str]:
+        """Return the status and the reason with which the page refuses a request."""
+        with pytest.raises(HTTPError) as refused:
+            self.request(path, body)
+        refused.value.close()
+        return refused.value.code, json.loads(str(refused.value.reason))["reason"]
+
+
+def refuse(code: int, reason: str) -> HTTPError:
+    """Return the refusal of a rank."""
+    text = json.dumps({"error": "x", "reason": reason})
+    return HTTPError("http://0", code, text, Message(), BytesIO(text.encode()))
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    """Two ranks and the page of their launcher."""
+    made = Ranks(monkeypatch)
+    yield made
+    made.page.close()
+
+
+def test_the_page_of_a_launcher_asks_for_evidence_once_in_a_hang(ranks: Ranks) -> None:
+    wait = {"uid": "u", "seq": 7, "p2p": False, "caller": -1}
+
+    def evidence(age_s: float, seq: int) -> int:
+        waiting, sentence = [{**wait, "seq": seq, "age_s": age_s}], f"rank 1 sleeps for {age_s} s"
+        ranks.answers["/job"] = {"ranks": [], "verdict": [sentence], "culprits": [1], "waiting": waiting}
+        ranks.page._look()
+        return [path for _, path in ranks.asked].count("/desync")
+
+    assert [evidence(6.0, 7), evidence(7.0, 7), evidence(8.0, 7)] == [1, 1, 1]
+    assert evidence(1.0, 9) == 2, "another operation"
+
+
+def test_a_rank_whose_answer_takes_long_because_of_others_is_not_silent(ranks: Ranks) -> None:
+    ranks.answers[0, "/trace?seconds=60"] = URLError(TimeoutError("rank 3 is stopped"))
+    ranks.request("/trace?seconds=60")
+    ranks.asked.clear()
+    ranks.page._look()
+    assert ranks.asked[0] == (0, "/job")
+    assert "headline" not in ranks.page._job
+
+
+def test_the_page_of_a_launcher_sends_an_act_once(ranks: Ranks) -> None:
+    ranks.answers["/acts/dump"] = URLError(TimeoutError("its disk is slow"))
+    told = "no rank answers: it is not known whether one has carried it out"
+    assert ranks.refusal("/acts/dump", {}) == (502, told)
+    assert ranks.asked == [(0, "/acts/dump")]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code"),
+    [("/acts/abort", {"group": "x"}, 404), ("/acts/dump", {}, 500), ("/desync?after_ms=x", None, 400)],
+)
+def test_the_page_of_a_launcher_passes_a_refusal_on(path: str, body: object, code: int, ranks: Ranks) -> None:
+    ranks.answers[path] = refuse(code, "so it is")
+    assert ranks.refusal(path, body) == (code, "so it is")
+
+
+def test_a_kept_answer_comes_before_a_rank_that_cannot_give_it(ranks: Ranks) -> None:
+    """The rank that is asked for the details of another one says that this does not answer."""
+    ranks.answers["/summary?rank=1"] = {"identity": 1}
+    ranks.request("/summary?rank=1")
+    ranks.answers["/summary?rank=1"] = refuse(502, "rank 1 does not answer")
+    assert json.loads(ranks.request("/summary?rank=1")) == {"identity": 1}
+
+
+def test_the_page_of_a_launcher_keeps_its_evidence_whatever_clients_ask_for(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_page, "KEPT_BYTES", 4000)
+    for number in range(300):
+        ranks.answers[f"/history?rank={number}"] = "x" * 998
+        ranks.request(f"/history?rank={number}")
+    ranks.answers["/stacks"] = {"ranks": []}
+    ranks.request("/stacks")
+    ranks.page._look()
+    kept = [path for path in ranks.page._kept if path.startswith("/history?")]
+    assert kept == [f"/history?rank={number}" for number in range(296, 300)]
+    assert {"/stacks", "/job", "/summary"} <= ranks.page._kept.keys()
 
 
 LAUNCHED = """
