@@ -80,6 +80,26 @@ class Acts:
             raise HTTPException(400, f"the body must be a JSON object, got {type(body).__name__}")
         everywhere = bool(body.get("everywhere")) and name in EVERYWHERE
         try:
+            outcome = await self._done(request, name, act, body)
+        except HTTPException as error:
+            if not everywhere:
+                raise
+            outcome = {"error": f"{error.status_code} {error.detail}"}
+        if everywhere:
+            mine = {key: value for key, value in body.items() if key != "everywhere"}
+            others = await on_thread(self._member.ask_others, f"/acts/{name}", mine)
+            outcome = {"ranks": {self._member.rank: outcome, **others}}
+        return outcome if isinstance(outcome, Response) else as_json(outcome)
+
+    async def _done(
+        self, request: Request, name: str, act: Callable[[Body], Outcome], body: Body
+    ) -> Outcome:
+        """Carry out an act on this rank, and note it.
+
+        Raises:
+            HTTPException: It is refused, or fails.
+        """
+        try:
             outcome = await on_thread(act, body)
         except HTTPException as error:
             self._note(request, name, body, f"refused: {error.detail}")
@@ -88,11 +108,7 @@ class Acts:
             self._note(request, name, body, f"failed: {error}")
             raise HTTPException(500, f"{type(error).__name__}: {error}") from error
         self._note(request, name, body, "done")
-        if everywhere and isinstance(outcome, dict):
-            mine = {key: value for key, value in body.items() if key != "everywhere"}
-            others = await on_thread(self._member.ask_others, f"/acts/{name}", mine)
-            outcome = {"ranks": {self._member.rank: outcome, **others}}
-        return outcome if isinstance(outcome, Response) else as_json(outcome)
+        return outcome
 
     def _ration(self) -> None:
         now = time.monotonic()
@@ -118,6 +134,8 @@ class Acts:
     def _abort(self, body: Body) -> Outcome:
         """Abort a group of this rank, by name; also one that is being built."""
         name, rank = body.get("group"), self._member.rank
+        if not isinstance(name, str) or not name:
+            raise HTTPException(400, f"group must be the name or uid of a group, got {name!r}")
         mine = [each for each in open_groups() if global_rank(each.info) == rank]
         named = [each for each in mine if name in (each.info.name, each.info.uid)]
         built = abort_building(lambda: GroupAbortedError("a client of the control plane aborted it"), name)

@@ -83,6 +83,9 @@ def test_a_dump_is_written_where_the_program_said(
 
 
 def test_a_group_is_aborted_by_name(client: httpx.Client, pg: dist2.ProcessGroup) -> None:
+    for nameless in {}, {"group": ""}, {"group": 7}:
+        told = client.post("/acts/abort", json=nameless)
+        assert (told.status_code, "name or uid" in told.json()["reason"]) == (400, True)
     with logged() as records:
         assert client.post("/acts/abort", json={"group": "nobody"}).status_code == 404
         assert client.post("/acts/abort", json={"group": "acted-on"}).json()["aborted"] == ["acted-on"]

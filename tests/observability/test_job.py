@@ -26,7 +26,7 @@ import dist2
 import observability
 from dist2 import HashStore, ProcessGroup
 from dist2.cli.app import cli
-from dist2.errors import InvalidUsageError, StoreError
+from dist2.errors import GroupAbortedError, InvalidUsageError, StoreError
 from dist2.runtime.other_process import Process
 from dist2.runtime.secret import Secret
 from dist2.security.authenticator import Credentials
@@ -371,6 +371,31 @@ def test_an_act_is_carried_out_on_all_ranks(tmp_path: Path) -> None:
     run_ranks(3, body, TENANTS[1])
     assert sorted(answers[0]["ranks"]) == ["0", "1", "2"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["flight_0", "flight_1", "flight_2"]
+
+
+def test_an_act_that_the_asked_rank_refuses_is_carried_out_on_the_others() -> None:
+    """A group that only the others are in is aborted through any rank."""
+    stage = Stage(3)
+    answers: dict[str, Any] = {}
+
+    def body(pg: ProcessGroup) -> None:
+        half = pg.split_by(color=1 if pg.rank() else None, name="half")
+        with observability.start(pg) as server:
+            stage.enter(pg, server)
+            if pg.rank() == 0:
+                until(lambda: len(server._member.directory.entries) == 3)
+                act = {"group": "half", "everywhere": True}
+                answers.update(
+                    json.loads(Asker().ask(f"{server.url}/acts/abort", server.token, body=act))["ranks"]
+                )
+            stage.all_there.wait(SOON_S)
+            if half is not None:
+                with pytest.raises(GroupAbortedError):
+                    half.barrier()
+
+    run_ranks(3, body, TENANTS[1])
+    assert answers["0"]["error"].startswith("404 no open group 'half' on this rank; there are: ")
+    assert [answers[rank]["aborted"] for rank in "12"] == [["half"], ["half"]]
 
 
 # The directory
