@@ -97,7 +97,7 @@ class _Memory:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._threads: list[int] = []
-        self._number = self._stacks = self._about = -1
+        self._number = self._stacks = self._about = self._nowhere = -1
         self._at_s, self._place = 0.0, ""
 
     def opened(self, thread: int) -> None:
@@ -116,10 +116,11 @@ class _Memory:
             if self._threads:
                 self._tell()
                 return
-            faulthandler.unregister(self._number)
+            # A neighbour may send the signal that it has read of before, which would end the process by default.
+            faulthandler.register(self._number, self._nowhere, chain=False)
             os.close(self._stacks)
             os.close(self._about)
-            self._number = self._stacks = self._about = -1
+            self._stacks = self._about = -1
 
     def note(self, place: str) -> None:
         """Write the position of the main thread."""
@@ -141,9 +142,12 @@ class _Memory:
 
     def _open(self) -> bool:
         try:
-            number = next(_free_signals(), None)
-            if number is None:
+            if self._number < 0:
+                self._number = next(_free_signals(), -1)
+            if self._number < 0:
                 return False
+            if self._nowhere < 0:
+                self._nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
             self._stacks = os.memfd_create(STACKS, os.MFD_CLOEXEC)
             try:
                 self._about = os.memfd_create(ABOUT, os.MFD_CLOEXEC)
@@ -154,8 +158,7 @@ class _Memory:
             log.info("other processes will not see where this one stands: %s", error)
             return False
         fcntl.fcntl(self._stacks, fcntl.F_SETFL, os.O_APPEND)  # readers cut it off
-        faulthandler.register(number, self._stacks, all_threads=True, chain=False)
-        self._number = number
+        faulthandler.register(self._number, self._stacks, all_threads=True, chain=False)
         return True
 
 

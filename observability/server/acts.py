@@ -91,9 +91,7 @@ class Acts:
             outcome = {"ranks": {self._member.rank: outcome, **others}}
         return outcome if isinstance(outcome, Response) else as_json(outcome)
 
-    async def _done(
-        self, request: Request, name: str, act: Callable[[Body], Outcome], body: Body
-    ) -> Outcome:
+    async def _done(self, request: Request, name: str, act: Callable[[Body], Outcome], body: Body) -> Outcome:
         """Carry out an act on this rank, and note it.
 
         Raises:

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -193,6 +194,26 @@ def test_the_last_thread_closes_the_memory() -> None:
     memory.closed(2)
     memory.note("job.py:8")
     assert beacon_of(pid) == before
+
+
+LOOKED_AT_WHILE_IT_CLOSES = """
+import ctypes, os, threading
+from observability.job.foreign_stacks import beacon_of, memory
+
+for _ in range(2):
+    memory.opened(threading.get_native_id())
+    beacon = beacon_of(os.getpid())
+    memory.closed(threading.get_native_id())
+    assert beacon_of(os.getpid()) is None
+    assert ctypes.CDLL(None).tgkill(os.getpid(), beacon.thread, beacon.number) == 0
+"""
+
+
+def test_a_look_at_a_process_that_closes_its_control_plane_does_not_end_it() -> None:
+    """The neighbour has read the signal before, and the thread lives on."""
+    command = [sys.executable, "-c", LOOKED_AT_WHILE_IT_CLOSES]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=SOON_S * 3, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_a_signal_that_c_code_handles_is_not_taken() -> None:
