@@ -3,7 +3,9 @@
 Theory of operation. An operation that ends appends its record to a queue, by a method in C. A thread writes
 the queue to files once a second, or sooner if the queue fills. It spends at most `SHARE` of its time on that,
 which bounds the cost to a loop of nothing but operations. Of more than `MOST` operations in the queue, the
-oldest are dropped; a row in the files, and a warning, have their number.
+oldest are dropped; a row in the files, and a warning, have their number. A disk may hang: so each time the
+queue is written by another thread, which is not waited for where that takes long, neither to drop operations
+nor at the end of the process.
 
 A process writes *segments* of two files: ``.calls.csv`` has a row for each distinct call (rank, group,
 operation, sizes), ``.operations.csv`` one of about 34 bytes for each operation, which refers to that. New
@@ -24,6 +26,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -43,6 +46,8 @@ SEGMENTS = 8
 """Segments that a process keeps."""
 LOOK_S = 1.0
 LEAST_LOOK_S = 0.02
+FLUSH_S = 5.0
+"""How long the end of a process waits for a disk."""
 SHARE = 0.2
 CHUNK = 256
 """Operations that are written at a time: between two chunks, other threads get the interpreter."""
@@ -161,7 +166,8 @@ class OperationLog:
         self._owner = os.getpid()
         self._ended.clear()
         self._segments = Segments(self._folder, self._most_bytes)
-        self._writing = threading.Lock()
+        self._writing, self._dropping = threading.Lock(), threading.Lock()
+        self._dropped, self._took_s = 0, 0.0
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dist2-operation-log", daemon=True)
         self._thread.start()
@@ -177,23 +183,9 @@ class OperationLog:
         self._ended.append(operation)
 
     def flush(self) -> None:
-        """Write the operations that have ended so far."""
-        if self._owner != os.getpid():
-            return
-        with self._writing:
-            left = len(self._ended)
-            dropped = max(0, left - MOST)
-            for _ in range(dropped):
-                self._ended.popleft()
-            left -= dropped
-            why = "more end than it may write"
-            while left:
-                operations = [self._ended.popleft() for _ in range(min(CHUNK, left))]
-                left -= len(operations)
-                if not self._written(operations):
-                    dropped, why = dropped + len(operations), "they cannot be written"
-            if dropped or self._untold:
-                self._tell(dropped, why)
+        """Write the operations that have ended so far, if that takes no longer than `FLUSH_S`."""
+        if self._owner == os.getpid():
+            self._started(self._write).join(FLUSH_S)
 
     def close(self) -> None:
         """Write what is left, and end the thread. Idempotent."""
@@ -201,19 +193,56 @@ class OperationLog:
             return
         self._ends.set()
         self._thread.join(LOOK_S)
-        self.flush()
-        with self._writing:
-            self._segments.close()
+        self._started(self._write_the_rest).join(FLUSH_S)
         self._owner = 0
 
     def _run(self) -> None:
         pause_s = LOOK_S
         while not self._ends.wait(pause_s):
-            before, began_s = len(self._ended), time.thread_time()
-            self.flush()
-            took_s = time.thread_time() - began_s
+            before = len(self._ended)
+            writer = self._started(self._write)
+            writer.join(LOOK_S)
+            while writer.is_alive() and not self._ends.is_set():
+                self._drop()
+                writer.join(LOOK_S)
             wanted_s = pause_s * MOST / 4 / max(1, before)  # the queue is then a quarter full
-            pause_s = max(min(LOOK_S, wanted_s), LEAST_LOOK_S, took_s * (1 / SHARE - 1))
+            pause_s = max(min(LOOK_S, wanted_s), LEAST_LOOK_S, self._took_s * (1 / SHARE - 1))
+
+    def _started(self, write: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=write, name="dist2-operation-log-writer", daemon=True)
+        thread.start()
+        return thread
+
+    def _write_the_rest(self) -> None:
+        self._write()
+        with self._writing:
+            self._segments.close()
+
+    def _write(self) -> None:
+        with self._writing:
+            began_s = time.thread_time()
+            self._drop()
+            left = len(self._ended)
+            why = "more end than it may write"
+            while left:
+                operations = [self._ended.popleft() for _ in range(min(CHUNK, left))]
+                left -= len(operations)
+                if not self._written(operations):
+                    why = "they cannot be written"
+                    with self._dropping:
+                        self._dropped += len(operations)
+            with self._dropping:
+                dropped, self._dropped = self._dropped, 0
+            if dropped or self._untold:
+                self._tell(dropped, why)
+            self._took_s = time.thread_time() - began_s
+
+    def _drop(self) -> None:
+        """Drop the oldest operations beyond `MOST`: those that a thread is about to write are fewer."""
+        with self._dropping:
+            for _ in range(len(self._ended) - MOST):
+                self._ended.popleft()
+                self._dropped += 1
 
     def _written(self, operations: list[Operation]) -> bool:
         """Write some operations; return whether they could be written."""

@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,11 +20,13 @@ from support.warm_interpreter import warm_python
 
 from dist2.errors import PeerLostError
 from dist2.operation.kinds import OpKind
+from dist2.operation.record import Operation
 from dist2.runtime.config import DEFAULT_LOG_BYTES, LEAST_LOG_BYTES, Config
+from dist2.runtime.deadline import Deadline
 from observability import automatic, operation_log
 from observability.commands.query import query
 from observability.operation_files import CALLS
-from observability.operation_log import SEGMENTS, OperationLog
+from observability.operation_log import SEGMENTS, OperationLog, Segments
 
 pytest.importorskip("duckdb")
 COUNT = "select count(*) as n from operations"
@@ -123,6 +126,39 @@ def test_lost_operations_are_counted_and_told(
     assert ask(folder, "select min(seq) as first, count(*) as n from operations") == [{"first": 16, "n": 11}]
     (warning,) = [each["event"] for each in records if each["levelname"] == "WARNING"]
     assert "has lost 15 operations" in warning
+
+
+def test_a_disk_that_hangs_holds_up_neither_memory_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes, goes_on, write = threading.Event(), threading.Event(), Segments.write
+
+    def hang(segments: Segments, operations: list[Operation]) -> None:
+        writes.set()
+        goes_on.wait(20)
+        write(segments, operations)
+
+    for name, value in (("LOOK_S", 0.01), ("FLUSH_S", 0.01), ("MOST", 1000)):
+        monkeypatch.setattr(operation_log, name, value)
+    monkeypatch.setattr(Segments, "write", hang)
+    log = OperationLog(tmp_path, DEFAULT_LOG_BYTES)
+    group = FakeGroup(info_of(), log)
+    group.run()
+    try:
+        assert writes.wait(20)
+        for _ in range(3000):
+            group.run()
+        for _ in Deadline.after(5).tries(0.01, 0.1):
+            if len(log._ended) <= 1000:
+                break
+        log.flush()
+    finally:
+        goes_on.set()
+        monkeypatch.setattr(operation_log, "FLUSH_S", 20.0)
+        log.close()
+    (event,) = ask(tmp_path, "select message from events")
+    assert str(event["message"]).startswith("2000 operations are missing in the log of process")
+    assert ask(tmp_path, "select count(*) as n from operations") == [{"n": 1001}]
 
 
 def test_operations_that_cannot_be_written_are_lost(logging: OperationLog, tmp_path: Path) -> None:
