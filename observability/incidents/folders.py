@@ -273,7 +273,17 @@ def _remove_old(root: Path, made: Path) -> None:
     """Remove the oldest incidents beyond the bounds; the one just made stays, whatever the clock says."""
     most, total = min(MOST_BYTES, shutil.disk_usage(root).total // SHARE), 0
     for index, path in enumerate([made, *(each for each in newest(root) if each != made)]):
-        total += sum(each.lstat().st_size for each in path.iterdir())
+        total += _size(path)
         is_old = time.time() - created(path) > MOST_AGE_S
         if index and (index >= MOST or total > most or is_old):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _size(path: Path) -> int:
+    """Return the size of the files of an incident: others may rename or remove them meanwhile."""
+    total = 0
+    with suppress(OSError):
+        for each in path.iterdir():
+            with suppress(OSError):
+                total += each.lstat().st_size
+    return total

@@ -213,6 +213,22 @@ def test_old_incidents_are_removed_and_other_folders_stay(
     assert not (newest / "huge").exists()
 
 
+def test_a_file_that_another_job_renames_does_not_keep_an_incident_from_being_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = folders.joined(tmp_path, "other", "x").path
+    (other / ".hang-0.json-7-7.part").touch()
+    lstat = Path.lstat
+
+    def renamed_meanwhile(path: Path) -> os.stat_result:
+        if path.suffix == ".part":
+            path.unlink()
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", renamed_meanwhile)
+    assert folders.joined(tmp_path, "mine", "x").is_new
+
+
 def test_an_incident_stays_that_is_made_after_the_clock_was_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
