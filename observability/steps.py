@@ -110,7 +110,7 @@ class Loop:
 
     def typical(self) -> Times:
         """Return the median of each part over the last steps."""
-        times = [each.times for each in self.latest]
+        times = [each.times for each in list(self.latest)]  # a copy: a step may end meanwhile
         return Times(*(median(values) for values in zip(*map(attrs.astuple, times), strict=True)))
 
     def document(self, most: int) -> dict[str, Any]:

@@ -431,6 +431,7 @@ class Member:
         Raises:
             KeyError, TypeError, ValueError: They are no notices.
         """
+        self.notices()  # those that hold no more make room
         now_ns = time.monotonic_ns()
         for each in notices:
             uid, seq, is_p2p, caller = each["key"]

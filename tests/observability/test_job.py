@@ -398,6 +398,19 @@ def test_an_act_that_the_asked_rank_refuses_is_carried_out_on_the_others() -> No
     assert [answers[rank]["aborted"] for rank in "12"] == [["half"], ["half"]]
 
 
+def test_reports_that_hold_no_more_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has to ask for them."""
+    monkeypatch.setattr("observability.job.member.MAX_NOTICES", 2)
+    monkeypatch.setattr("observability.job.member.NOTICE_S", 0.0)
+    member = Member(Metrics(), FlightRecorder(4))
+    with logged() as records:
+        for seq in range(4):
+            notice = {"key": ["u", seq, False, -1], "title": f"barrier #{seq}", "by": [1], "age_s": 6.0}
+            member.take_notices([notice])
+    told = [each["waited_for_in"] for each in records if each["name"] == "dist2.waiting"]
+    assert told == [f"barrier #{seq}" for seq in range(4)]
+
+
 # The directory
 
 

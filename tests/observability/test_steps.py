@@ -216,3 +216,19 @@ def test_a_step_costs_little() -> None:
     for _ in range(number):
         steps.end(steps.begin(), "train", 0)
     in_time((time.process_time() - began) / number, 200e-6)
+
+
+def test_the_usual_step_is_asked_for_while_a_step_ends() -> None:
+    loop = observability.steps.Loop("train", 0)
+
+    @attrs.frozen
+    class Ends:
+        """A step that ended; another one ends while it is looked at."""
+
+        @property
+        def times(self) -> observability.steps.Times:
+            loop.add(1, {})
+            return observability.steps.Times(3.0, 0.0, 0.0)
+
+    loop.latest.append(Ends())  # type: ignore[arg-type]  # in place of a step
+    assert loop.typical().step_s == 3.0
