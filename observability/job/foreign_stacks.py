@@ -116,7 +116,7 @@ class _Memory:
             if self._threads:
                 self._tell()
                 return
-            # A neighbour may send the signal that it has read of before, which would end the process by default.
+            # A neighbour may have read of the signal before: without a handler it would end this process.
             faulthandler.register(self._number, self._nowhere, chain=False)
             os.close(self._stacks)
             os.close(self._about)
