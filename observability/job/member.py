@@ -45,7 +45,7 @@ AFTER_S = 1.0
 REFRESH_S = 2.0
 """How long a request waits for the store."""
 MOVES_S = 5.0
-"""How often the entries of silent ranks are read again."""
+"""How often entries that are known are read again."""
 
 NOTICE_S = 15.0
 """How long a rank holds itself for waited for without a repetition."""
@@ -121,7 +121,7 @@ class Member:
         self.watch: Watch | None = None
         self.hang: HangRecorder | None = None
         self.waiting_log: WaitingLog | None = None
-        self._next_move = 0.0
+        self._next_move = self._next_find = 0.0
         self._notices: dict[Key, Notice] = {}
         self._notices_lock = threading.Lock()
         self._diagnosing = threading.Lock()
@@ -223,7 +223,9 @@ class Member:
         others = [rank for rank in after_ns if rank in known and rank != self.rank]
         asked = [attrs.evolve(known[rank], after_ns=after_ns[rank]) for rank in others]
         wanted = {"entries": most, "after_ns": after_ns.get(self.rank, 0)}
-        return self.gather(asked, wanted, limit_s)
+        answers = self.gather(asked, wanted, limit_s)
+        self._moved(answers)  # is asked the next time: calls that are known would come again now
+        return answers
 
     def everyone(self, limit_s: float = RANK_S, **wanted: object) -> dict[int, Answer]:
         """Return an answer for each rank of the job, silent ones included."""
@@ -274,9 +276,11 @@ class Member:
         thread.join(wait_s)
 
     def find(self) -> None:
-        """Look in the store for control planes that are not known yet."""
-        if any(rank not in self.directory.entries for rank in self.world() if rank != self.rank):
-            self._refresh()
+        """Look in the store for control planes that are not known yet, or have been replaced."""
+        world, now = self.world(), time.monotonic()
+        if now >= self._next_find or any(rank not in self.directory.entries for rank in world):
+            self._next_find = now + MOVES_S
+            self.refresh(REFRESH_S, again=world)
 
     def _refresh(self, only_hubs: bool = False, again: Container[int] = frozenset()) -> None:
         world = self.world()

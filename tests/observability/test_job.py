@@ -38,6 +38,7 @@ from observability.job.diagnosis import diagnose
 from observability.job.directory import Directory, Entry
 from observability.job.lines import encoded
 from observability.job.member import Member, Notice
+from observability.job.peers import Peers
 from observability.metrics import Metrics
 
 TENANTS = (Tenant("gloo", "gloo"), Tenant("inproc", "socket", {"transport": "inproc"}))
@@ -428,6 +429,35 @@ def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     if request.param == "keys":
         monkeypatch.setattr(PrefixStore, "has_extended_api", lambda self: False)
     yield below
+
+
+def member_of(store: PrefixStore, monkeypatch: pytest.MonkeyPatch) -> Member:
+    """Return rank 0 of two, which knows where the others are, and replaces their control planes."""
+    directory = Directory(store, Credentials())
+    for rank in range(2):
+        directory.publish(entry(rank))
+    member = Member(Metrics(), FlightRecorder(4), directory=directory)
+    monkeypatch.setattr(member, "world", lambda: (0, 1))
+    return member
+
+
+def test_prometheus_is_told_of_a_control_plane_that_was_replaced(
+    store: PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `observability.start`, where the environment had started one."""
+    monkeypatch.setattr("observability.job.member.MOVES_S", 0.0)
+    peers = Peers(member_of(store, monkeypatch), "http://127.0.0.1:9")
+    Directory(store, Credentials()).publish(entry(1, "http://127.0.0.1:10"))
+    assert [each["targets"] for each in peers.targets()] == [["127.0.0.1:9"], ["127.0.0.1:10"]]
+
+
+def test_calls_are_asked_for_where_a_control_plane_is_by_now(
+    store: PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member = member_of(store, monkeypatch)
+    Directory(store, Credentials()).publish(entry(1, "http://127.0.0.1:10"))
+    assert member.entries({1: 0}, 10, 5.0)[1].state is None
+    assert member.directory.entries[1].url == "http://127.0.0.1:10"
 
 
 @pytest.mark.parametrize("credentials", [Credentials(), SECRET], ids=["open", "sealed"])
