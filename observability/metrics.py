@@ -228,6 +228,7 @@ class Metrics:
                     self._waited[self._group_key(before)] -= waited_ns
                 self._open[name] = self._open.get(name, 0) + 1
                 self._closed.pop(name, None)
+                self._number_anew(group.info)
 
     def group_closed(self, group: ProcessGroup) -> None:
         """Note the end of a group; its series stay until others need the room."""
@@ -374,6 +375,14 @@ class Metrics:
             return self._label_of(info)
 
     # Cold paths
+
+    def _number_anew(self, info: GroupInfo) -> None:
+        """Forget the numbers of an earlier group of the same name: its counts go on, but not these."""
+        self._sort_in()
+        label, of = self._labels.get(info.name, ""), (label_text(info.backend), global_rank(info))
+        for key, counters in self._series.get(label, {}).items():
+            if (key.backend, key.rank) == of:
+                counters[LAST_SEQ] = 0
 
     def _end_window(self, series: Sequence[tuple[SeriesKey, Counters]]) -> None:
         """Begin anew to look for the longest operation of each series. Under the lock."""

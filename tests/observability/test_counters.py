@@ -158,6 +158,26 @@ def test_the_last_sequence_numbers_show_how_far_a_rank_is() -> None:
     assert seen.value(name, numbering="point_to_point", state="ended", group="world") == 1
 
 
+def test_a_group_that_is_made_again_under_its_name_has_its_own_numbers() -> None:
+    """A rank that has joined anew was never in the one before; another rank of the process still is."""
+    metrics = Metrics()
+    before = FakeGroup(info_of(0, name="dp"), metrics)
+    for _ in range(500):
+        before.run()
+    before.close()
+    other = FakeGroup(info_of(1, name="dp"), metrics)
+    other.run()
+    other.run()
+    FakeGroup(info_of(0, uid="again", name="dp"), metrics).run()
+    seen = scrape(metrics)
+    for state in ("begun", "ended"):
+        numbers = [
+            seen.value("dist2_last_sequence_number", group="dp", rank=rank, state=state)
+            for rank in ("0", "1")
+        ]
+        assert numbers == [1, 2]
+
+
 def test_a_group_is_described_while_it_is_open() -> None:
     metrics = Metrics()
     group = FakeGroup(
