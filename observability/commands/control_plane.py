@@ -166,6 +166,14 @@ def end_without_answer(error: Exception, advice: str = "") -> NoReturn:
     sys.exit(NO_ANSWER)
 
 
+def write_output(path: Path, content: bytes) -> None:
+    """Write the file that a command makes, or end the command."""
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        end_without_answer(NoAnswerError(f"{path}: {error.strerror or error}"))
+
+
 def address(command: _Command) -> _Command:
     """Give a command the argument URL, and the options ``--token`` and ``--token-file``."""
     command = click.option(

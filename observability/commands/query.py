@@ -38,7 +38,13 @@ UNLIMITED = 1 << 20
 @click.command()
 @address
 @click.argument("sql", required=False)
-@click.option("--seconds", default=SECONDS, show_default=True, help="Operations of a live job: how far back.")
+@click.option(
+    "--seconds",
+    type=click.IntRange(0, 3600),
+    default=SECONDS,
+    show_default=True,
+    help="Operations of a live job: how far back.",
+)
 @click.option(
     "--format", "form", type=click.Choice(["table", "csv", "json"]), default="table", show_default=True
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from observability.commands.control_plane import end_without_answer
+from observability.commands.control_plane import end_without_answer, write_output
 from observability.incidents.reading import Incident, NoIncidentError, place_of
 
 STYLE = """
@@ -45,7 +45,7 @@ def report(folder: str, output: Path) -> None:
         incident = Incident.read(place)
     except NoIncidentError as error:
         end_without_answer(error)
-    output.write_text(page_of(incident), encoding="utf-8", errors="replace")
+    write_output(output, page_of(incident).encode(errors="replace"))
     click.echo(f"{output}: {len(incident.parts)} parts of ranks")
 
 

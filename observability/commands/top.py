@@ -27,6 +27,7 @@ import click
 from rich.console import Console
 from rich.live import Live
 
+from dist2.cli.arguments import number
 from observability.commands.control_plane import (
     NO_ANSWER,
     ControlPlane,
@@ -63,6 +64,7 @@ QUIT_KEYS = frozenset("qQ\x03")
     "--interval",
     "interval_s",
     type=click.FloatRange(0.2, 3600),
+    callback=number,
     default=1.0,
     show_default=True,
     help="Seconds between two requests.",

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import click
 
-from observability.commands.control_plane import ControlPlane, NoAnswerError, address, end_without_answer
+from observability.commands.control_plane import (
+    ControlPlane,
+    NoAnswerError,
+    address,
+    end_without_answer,
+    write_output,
+)
 from observability.commands.ending import end_unanswered
 from observability.incidents.reading import Incident, NoIncidentError, place_of
 
@@ -21,7 +27,9 @@ TRACE_S, PARTS_S = 60, 5
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), default=Path("trace.json"), show_default=True
 )
-@click.option("--seconds", type=int, help="How far back: 60; with --parts for how long: 5.")
+@click.option(
+    "--seconds", type=click.IntRange(0, 3600), help="How far back: 60; with --parts for how long: 5."
+)
 @click.option("--parts", is_flag=True, help="The next seconds, with what each operation did when.")
 def trace(
     url: str, output: Path, seconds: int | None, parts: bool, token: str | None, token_file: Path | None
@@ -49,7 +57,7 @@ def trace(
         end_unanswered(error, plane)
     except (ValueError, KeyError) as error:
         end_without_answer(NoAnswerError(f"{url.partition('?')[0]} has no trace: {error}"))
-    output.write_bytes(body)
+    write_output(output, body)
     ranks = len(told["ranks"])
     error_us = max((each["clock_error_ns"] for each in told["ranks"]), default=0) / 1e3
     clocks = f"clocks right within {error_us:.0f} us" if plane else "by the clocks of their hosts"

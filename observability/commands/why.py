@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from dist2.cli.arguments import number
 from observability.commands.control_plane import ControlPlane, NoAnswerError, address, end_without_answer
 from observability.commands.ending import end_unanswered
 from observability.incidents.reading import Incident, NoIncidentError, failed, place_of
@@ -23,10 +24,22 @@ FRAMES = 12
 @click.command()
 @address
 @click.option(
-    "--after", "after_s", default=1.0, show_default=True, help="Leave out younger operations; seconds."
+    "--after",
+    "after_s",
+    type=click.FloatRange(0, 3600),
+    callback=number,
+    default=1.0,
+    show_default=True,
+    help="Leave out younger operations; seconds.",
 )
 @click.option(
-    "--limit", "limit_s", default=RANK_S, show_default=True, help="A rank may take so many seconds."
+    "--limit",
+    "limit_s",
+    type=click.FloatRange(0, 10),
+    callback=number,
+    default=RANK_S,
+    show_default=True,
+    help="A rank may take so many seconds.",
 )
 @click.option("--stacks/--no-stacks", default=True, help="Show the main threads of the ranks concerned.")
 @click.option("--json", "as_json", is_flag=True, help="Print the diagnosis as /desync has it.")

@@ -39,12 +39,15 @@ def place_of(argument: str) -> Folder | None:
         NoIncidentError: It is neither.
     """
     path = Path(argument)
-    if path.is_dir():
-        return path
-    if path.is_file():
-        return _zipped(path)
-    if "://" in argument or path.is_socket():
-        return None
+    try:
+        if path.is_dir():
+            return path
+        if path.is_file():
+            return _zipped(path)
+        if "://" in argument or path.is_socket():
+            return None
+    except OSError as error:
+        raise NoIncidentError(f"{argument}: {error.strerror or error}") from error
     raise NoIncidentError(f"{argument}: no such folder; a url must start with http://, https:// or unix://")
 
 
@@ -83,12 +86,15 @@ class Incident:
         """Read a folder, or a zip of one.
 
         Raises:
-            NoIncidentError: It is no incident, or of another version of dist2.
+            NoIncidentError: It is no incident, or of another version of dist2, or cannot be read.
         """
         head = _json(path / folders.HEAD)
         if not isinstance(head, dict) or head.get("format") != folders.FORMAT:
             raise NoIncidentError(f"{path} is not an incident of this version of dist2: no {folders.HEAD}")
-        return cls(path, head, _parts(path, "failure"), _parts(path, "hang"))
+        try:
+            return cls(path, head, _parts(path, "failure"), _parts(path, "hang"))
+        except OSError as error:
+            raise NoIncidentError(f"{path}: {error.strerror or error}") from error
 
     @property
     def parts(self) -> dict[int, dict[str, Any]]:

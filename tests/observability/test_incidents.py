@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -388,6 +389,53 @@ def test_a_lock_that_is_not_given_back_does_not_hold_up_a_failure(
     monkeypatch.setattr(folders, "LOCK_S", 0.05)
     with folders._locked(tmp_path):  # of a process that was stopped
         assert folders.joined(tmp_path, "a1b2", "job").is_new
+
+
+@pytest.mark.parametrize("command", ["why", "report", "trace", "query"])
+@pytest.mark.parametrize("refuses", ["is_dir", "iterdir"])
+def test_a_folder_of_another_user_is_refused_in_a_line(
+    command: str, refuses: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("duckdb")
+    folder = folders.joined(tmp_path, "job", "x").path
+    asked = getattr(Path, refuses)
+
+    def refuse(path: Path, **options: Any) -> Any:
+        if path == folder:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return asked(path, **options)
+
+    monkeypatch.setattr(Path, refuses, refuse)
+    sql = ["select 1"] if command == "query" else []
+    told = CliRunner().invoke(cli, [command, str(folder), *sql])
+    assert (told.exit_code, len(told.output.splitlines())) == (2, 1), told.output
+    assert "Permission denied" in told.output
+
+
+@pytest.mark.parametrize("command", ["report", "trace"])
+def test_a_place_that_cannot_be_written_is_told_in_a_line(command: str, tmp_path: Path) -> None:
+    folder = folders.joined(tmp_path, "job", "x").path
+    told = CliRunner().invoke(cli, [command, str(folder), "-o", str(tmp_path / "none" / "x")])
+    assert (told.exit_code, len(told.output.splitlines())) == (2, 1), told.output
+    assert "none/x: No such file or directory" in told.output
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(["why", option, text] for option in ("--after", "--limit") for text in ("nan", "inf", "-1")),
+        ["top", "--interval", "nan"],
+        ["trace", "--seconds", "4000"],
+        ["query", "--seconds", "4000"],
+    ],
+    ids=" ".join,
+)
+def test_a_time_that_no_control_plane_takes_is_refused_at_once(command: list[str]) -> None:
+    pytest.importorskip("duckdb")
+    sql = ["select 1"] if command[0] == "query" else []
+    told = CliRunner().invoke(cli, [command[0], "http://127.0.0.1:1", *sql, *command[1:]])
+    assert told.exit_code == 2
+    assert f"Invalid value for '{command[1]}'" in told.output
 
 
 def test_a_folder_that_is_no_incident_is_refused(tmp_path: Path) -> None:
