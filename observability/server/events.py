@@ -1,15 +1,16 @@
 """The state of the job as server-sent events, once a second while a client listens, and its log of waits.
 
 Theory of operation. Each listener has a coroutine that asks the ranks on a thread of the pool, sends the
-answer and waits. `Member.job` gives an answer of the last quarter second again, so that any number of
-listeners asks the job at most four times a second. A large job is asked less often: the pause is at least
-`REST` times the time of the last answer. The stop of the server sets an event that ends every stream at once.
+answer and waits. Listeners that ask at the same time get one answer (`Member.job`). A large job is asked less
+often: the pause is at least `REST` times the time of the last answer. The stop of the server sets an event
+that ends every stream at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from observability.job.documents import MAX_EVENTS
 from observability.server.threads import on_thread
 
 EVERY_S = 1.0
@@ -24,6 +26,8 @@ REST = 4.0
 """The pause between two answers is at least so many times the time of an answer."""
 
 MAX_LISTENERS = 16
+TOLD = 8 * MAX_EVENTS
+"""Lines that are not sent again: those of a rank that was silent for a while come again."""
 
 Read = Callable[[], dict[str, Any]]
 
@@ -55,7 +59,7 @@ class Events:
 
     async def _stream(self, ending: asyncio.Event) -> AsyncIterator[str]:
         loop, stop = asyncio.get_running_loop(), asyncio.ensure_future(ending.wait())
-        told: list[dict[str, Any]] = []
+        told: deque[str] = deque(maxlen=TOLD)
         try:
             while not stop.done():
                 summary = self._summary()
@@ -70,11 +74,11 @@ class Events:
                     return
                 job = asked.result()
                 yield _event("job", job)
-                lines = job.get("events", [])
-                for line in lines:
-                    if line not in told:
-                        yield _event("log", line)
-                told = lines
+                for line in job.get("events", []):
+                    text = _event("log", line)
+                    if text not in told:
+                        told.append(text)
+                        yield text
                 pause_s = max(EVERY_S, REST * (loop.time() - began))
                 await asyncio.wait({stop}, timeout=pause_s)
         finally:

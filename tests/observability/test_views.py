@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -176,3 +177,28 @@ def test_any_rank_is_shown_by_any_other() -> None:
             pg.barrier()
 
     run_ranks(2, body, INPROC)
+
+
+def test_a_line_is_told_once_though_the_rank_that_logged_it_is_silent_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(events, "EVERY_S", 0.0)
+    monkeypatch.setattr(events, "REST", 0.0)
+    one, two, three = ({"at_s": float(each), "message": "the job waits"} for each in range(3))
+    rounds = iter([[one, two], [], [one, two], [two, three], [one]])
+
+    async def told() -> list[dict[str, Any]]:
+        ending = asyncio.Event()
+
+        def job() -> dict[str, Any]:
+            lines = next(rounds, None)
+            if lines is None:
+                loop.call_soon_threadsafe(ending.set)
+            return {"events": lines or []}
+
+        loop = asyncio.get_running_loop()
+        stream = events.Events(job, lambda: None)._stream(ending)
+        texts = [text async for text in stream]
+        return [json.loads(text.partition("data: ")[2]) for text in texts if text.startswith("event: log")]
+
+    assert asyncio.run(asyncio.wait_for(told(), 20)) == [one, two, three]
