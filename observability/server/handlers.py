@@ -9,8 +9,7 @@ writes holds a capability, from which the token cannot be found, and which opens
 from __future__ import annotations
 
 import hmac
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from hashlib import sha256
 from typing import Any
 
@@ -26,8 +25,8 @@ from dist2.store import PrefixStore, TCPStore
 from observability.flight_recorder import Recording, encode
 from observability.job.pyspy import pyspy_dump
 from observability.job.stacks import stacks
-from observability.server.answers import as_json, bytes_of
-from observability.server.threads import on_thread
+from observability.server.answers import as_json, bytes_of, heavy_answer
+from observability.server.threads import Heavy, on_thread
 
 Handler = Callable[[Mapping[str, str]], "str | bytes | dict[str, Any]"]
 """Returns text, bytes, or plain data that is sent as JSON."""
@@ -105,6 +104,7 @@ class HandlerEndpoints:
 
     def __init__(self, recording: Callable[[], Recording]) -> None:
         self._recording = recording
+        self._heavy = Heavy()
 
     async def names(self, request: Request) -> Response:
         """The names of the handlers."""
@@ -116,10 +116,12 @@ class HandlerEndpoints:
         body = await bytes_of(request)
         answer: str | bytes | dict[str, Any]
         if name in OWN:
-            answer = await on_thread(OWN[name], self._recording)
-        elif name == PYSPY:
-            answer = await on_thread(pyspy_dump, parameters)
-        elif name in _registered:
+            make, kind = OWN[name]
+            return await heavy_answer(request, self._heavy, make, self._recording, media_type=kind)
+        if name == PYSPY:
+            told = tuple(parameters.items())
+            return await heavy_answer(request, self._heavy, _pyspy_dump, told, media_type="text/plain")
+        if name in _registered:
             answer = await on_thread(_registered[name], parameters)
         elif name in _names_of_torch():
             answer = await on_thread(_ask_torch, name, parameters, body)
@@ -131,7 +133,11 @@ class HandlerEndpoints:
         return Response(answer, media_type=kind, headers={"Cache-Control": "no-store"})
 
 
-def _dump_traceback(recording: Callable[[], Recording]) -> str:
+def _pyspy_dump(parameters: Iterable[tuple[str, str]]) -> bytes:
+    return pyspy_dump(dict(parameters)).encode(errors="replace")
+
+
+def _dump_traceback(recording: Callable[[], Recording]) -> bytes:
     """Return the stacks of all Python threads in the form of Python's faulthandler."""
     parts = []
     for thread in stacks():
@@ -140,28 +146,23 @@ def _dump_traceback(recording: Callable[[], Recording]) -> str:
         ]
         handling = f", handling {thread['exception']}" if thread["exception"] else ""
         parts.append("\n".join([f"Thread {thread['name']}{handling} (most recent call first):", *lines]))
-    return "\n\n".join(parts) + "\n"
+    return ("\n\n".join(parts) + "\n").encode(errors="replace")
 
 
-def _trace(recording: Callable[[], Recording]) -> dict[str, Any]:
-    return _as_dict(recording())
+def _trace(recording: Callable[[], Recording]) -> bytes:
+    return encode(recording(), "json")
 
 
-def _nccl_trace(recording: Callable[[], Recording]) -> dict[str, Any]:
+def _nccl_trace(recording: Callable[[], Recording]) -> bytes:
     held = recording()
     of_nccl = tuple(each for each in held.operations if "nccl" in each.signature.group.backend)
-    return _as_dict(attrs.evolve(held, operations=of_nccl))
+    return encode(attrs.evolve(held, operations=of_nccl), "json")
 
 
-def _as_dict(recording: Recording) -> dict[str, Any]:
-    dump: dict[str, Any] = json.loads(encode(recording, "json"))
-    return dump
-
-
-OWN: dict[str, Callable[[Callable[[], Recording]], str | dict[str, Any]]] = {
-    "dump_traceback": _dump_traceback,
-    "fr_trace_json": _trace,
-    "dump_nccl_trace_json": _nccl_trace,
+OWN: dict[str, tuple[Callable[[Callable[[], Recording]], bytes], str]] = {
+    "dump_traceback": (_dump_traceback, "text/plain"),
+    "fr_trace_json": (_trace, "application/json"),
+    "dump_nccl_trace_json": (_nccl_trace, "application/json"),
 }
 """Handlers that torch's debug server calls and that a dist2 process answers from its own records."""
 

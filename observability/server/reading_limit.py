@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 UNITS_A_SECOND = 100.0
 BURST_UNITS = 200.0
 HEAVY = frozenset({"/flight_recorder", "/trace", "/timeline", "/stacks", "/desync"})
+HANDLERS = "/handler/"
+"""In the paths of handlers, to which requests are POST though they read: they are heavy, too."""
 HEAVY_UNITS = 5.0
 """Units of a request for one of these; others take one unit."""
 AT_ONCE = 32
@@ -59,7 +61,7 @@ class _Client:
 
 
 class ReadingLimit:
-    """An ASGI middleware that bounds the GET requests of each address.
+    """An ASGI middleware that bounds the requests of each address that read.
 
     Args:
         app: Answers the requests within the limit.
@@ -76,12 +78,14 @@ class ReadingLimit:
         self._clients: dict[str, _Client] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_counted = scope["type"] == "http" and scope["method"] in ("GET", "HEAD")
-        if not is_counted or scope["path"] in self._free:
+        path, is_http = scope.get("path", ""), scope["type"] == "http"
+        is_handler = HANDLERS in path
+        is_counted = is_http and (scope["method"] in ("GET", "HEAD") or is_handler)
+        if not is_counted or path in self._free:
             await self._app(scope, receive, send)
             return
         client = self._client_of(scope)
-        wait_s = self._wait_s(client, HEAVY_UNITS if scope["path"] in HEAVY else 1.0)
+        wait_s = self._wait_s(client, HEAVY_UNITS if path in HEAVY or is_handler else 1.0)
         if wait_s:
             headers = {"Retry-After": str(math.ceil(wait_s))}
             reason = f"this client reads too often: {UNITS_A_SECOND:.0f} requests a second, {AT_ONCE} at once"

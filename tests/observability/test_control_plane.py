@@ -137,8 +137,8 @@ def test_the_limit_follows_the_clock_and_counts_requests_at_once() -> None:
 
     limit = reading_limit.ReadingLimit(app, clock=lambda: now[0])
 
-    async def ask(path: str, host: str = "10.0.0.1") -> None:
-        scope = {"type": "http", "method": "GET", "path": path, "client": (host, 5), "headers": []}
+    async def ask(path: str, host: str = "10.0.0.1", method: str = "GET") -> None:
+        scope = {"type": "http", "method": method, "path": path, "client": (host, 5), "headers": []}
         await limit(scope, None, send)  # type: ignore[arg-type]  # nothing is received
 
     async def scenario() -> None:
@@ -148,6 +148,12 @@ def test_the_limit_follows_the_clock_and_counts_requests_at_once() -> None:
         assert statuses == [200] * burst + [429]
         await ask("/groups", host="10.0.0.2")
         assert statuses[-1] == 200, "another client"
+        await ask("/job/gather", method="POST")
+        assert statuses[-1] == 200, "another rank"
+        for number, path in enumerate(("/handler/fr_trace_json", "/torch/x/handler/pyspy_dump")):
+            for _ in range(int(burst / reading_limit.HEAVY_UNITS) + 1):
+                await ask(path, f"10.0.1.{number}", "POST")
+            assert statuses[-2:] == [200, 429]
         now[0] += 1.0
         for _ in range(int(reading_limit.UNITS_A_SECOND) + 1):
             await ask("/groups")
