@@ -74,6 +74,16 @@ UNNAMED = """() => {
 }"""
 
 
+OTHER_OPERATIONS = """async () => {
+  const { showHistory } = await import("/charts.js");
+  const { get } = await import("/session.js"), history = await get("/history"), { all } = history.operations;
+  return ["broadcast", "send"].map(name => {
+    showHistory({ ...history, operations: { all, [name]: all } }, "all");
+    return [...document.querySelector("#op").options].map(each => each.value);
+  });
+}"""
+
+
 FIRST_OF_MANY = """async () => {
   const { showJob } = await import("/job.js");
   const { get } = await import("/session.js"), job = await get("/job"), [one] = job.ranks;
@@ -329,6 +339,7 @@ def check_run(page: Page) -> None:
     see(page, "#operations", "barrier")
     page.select_option("#op", "barrier")
     see(page, "#latency-now", "p99")
+    assert page.evaluate(OTHER_OPERATIONS) == [["all", "broadcast"], ["all", "send"]], "of other ranks"
     check_accessible(page)
 
 

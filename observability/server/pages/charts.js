@@ -64,7 +64,7 @@ export function showHistory(history, op) {
   words("bandwidth", columns.bus_bytes_per_s, value => `bus ${bytes(value)}/s`);
   words("rate", columns.per_s, value => `${count(value)} /s`);
   const select = $("op"), names = Object.keys(history.operations);
-  if (select.options.length === names.length) return;
+  if (Array.from(select.options, each => each.value).join() === names.join()) return;
   select.replaceChildren(...names.map(name => {
     const option = make("option", name === "all" ? "all operations" : name);
     option.value = name;
