@@ -50,7 +50,7 @@ KEEPS_ALL = 256
 others read only which the hubs are."""
 FIRST = 32
 MAX_LABELLED = 16
-"""Missing ranks of an operation that have series of their own."""
+"""Missing ranks of an operation that have series of their own, culprits first."""
 
 log = logging.getLogger("dist2.waiting")
 
@@ -329,6 +329,7 @@ class WaitingCollector(Collector):
             signature = wait.operation.signature
             group = self._member.label_of(signature.group)
             missing = [] if wait.found is None else [str(each.rank) for each in wait.found.missing]
+            missing.sort(key=lambda rank: rank not in culprits)
             ranks = [*missing[:MAX_LABELLED], *([OTHER] if len(missing) > MAX_LABELLED else [])]
             for rank in ranks or ["unknown"]:
                 culprit = "true" if rank in culprits else "false"

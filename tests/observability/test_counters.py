@@ -26,8 +26,9 @@ from dist2.security.refusals import refusals
 from observability import metrics as module
 from observability.exposition import registry_of
 from observability.flight_recorder import FlightRecorder
+from observability.job.diagnosis import Missing, Waiting
 from observability.job.member import Member
-from observability.job.watch import Wait, WaitingCollector, Watch
+from observability.job.watch import MAX_LABELLED, Wait, WaitingCollector, Watch
 from observability.metrics import (
     LARGER,
     MAX_LABEL_CHARS,
@@ -107,6 +108,20 @@ def test_the_document_lists_the_metrics_that_there_are(monkeypatch: pytest.Monke
     asked = set(re.findall(r"\bdist2_\w+", queries))
     assert len(asked) > 3
     assert asked <= samples
+
+
+def test_a_culprit_has_a_series_of_its_own_however_many_ranks_are_missing() -> None:
+    metrics = Metrics()
+    group = FakeGroup(info_of(0, 32), metrics)
+    member = Member(metrics, FlightRecorder())
+    watch = Watch(member, "http://127.0.0.1:9", 5.0)
+    missing = tuple(Missing(rank, "", "", answers=True) for rank in range(1, 31))
+    found = Waiting(("world", 1, False, -1), "world", "all_reduce", "", "", (0,), 6.0, missing)
+    watch.waits, watch.culprits = (Wait(group.begin(), found.key, found),), frozenset({30})
+    (family,) = WaitingCollector(watch, member).collect()
+    culprits = {each.labels["missing_rank"]: each.labels["culprit"] for each in family.samples}
+    assert len(culprits) == MAX_LABELLED + 1
+    assert [rank for rank, is_culprit in culprits.items() if is_culprit == "true"] == ["30"]
 
 
 def test_failures_are_counted_by_type_and_not_as_durations() -> None:
