@@ -126,9 +126,9 @@ def _context_of(operation: Operation) -> Context:
 def observe_metrics(meter_provider: metrics.MeterProvider | None = None) -> None:
     """Show the metrics of this process to OpenTelemetry, which exports them by OTLP or as the program says.
 
-    They have the names of ``/metrics``, without ``_total``; what a control plane finds out, which are waits and
-    stragglers, and ``process_*`` are left out. A histogram becomes two counters, ``_count`` and ``_sum``: the
-    API has no histogram that is read. Nothing is read between two exports.
+    They have the names of ``/metrics``, without ``_total``; ``process_*`` is left out, and so are waits and
+    stragglers, which a control plane finds out. A histogram becomes two counters, ``_count`` and ``_sum``:
+    the API has no histogram that is read. Nothing is read between two exports.
 
     Args:
         meter_provider: Where the metrics go; the global one by default.
