@@ -81,12 +81,37 @@ def test_what_the_kernel_refuses_has_a_consequence(monkeypatch: pytest.MonkeyPat
     assert levels(machine.shared_memory()) == {"shared memory": Level.PROBLEM, "ptrace": Level.WARNING}
     monkeypatch.setattr(machine, "_probed", lambda: ("mapped", "Operation not permitted"))
     assert levels(machine.shared_memory()) == {"shared memory": Level.OK, "ptrace": Level.WARNING}
-    monkeypatch.setattr(machine, "_read", lambda path: "50000 100000")
+    monkeypatch.setattr(machine, "_cpu_quota", lambda: 0.5)
     assert levels(machine.cores()) == {"cores": Level.WARNING}
     monkeypatch.setattr(resource, "getrlimit", lambda _: (512, 4096))
     monkeypatch.setenv("WORLD_SIZE", "500")
     files, _ = machine.limits()
     assert (files.level, files.remedy) == (Level.WARNING, "ulimit -n 2200")
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "quota"),
+    [
+        ("0::/", {"cpu.max": "50000 100000"}, 0.5),
+        ("0::/", {"cpu.max": "max 100000"}, None),
+        ("0::/a/b", {"a/cpu.max": "150000 100000", "a/b/cpu.max": "max 100000"}, 1.5),
+        ("0::/a", {"cpu.max": "100000 100000", "a/cpu.max": "300000 100000"}, 1.0),
+        ("0::/on/the/host", {"cpu.max": "200000 100000"}, 2.0),
+        (
+            "4:cpu,cpuacct:/pod\n2:memory:/pod\n0::/",
+            {"cpu/pod/cpu.cfs_quota_us": "400000", "cpu/pod/cpu.cfs_period_us": "100000"},
+            4.0,
+        ),
+        ("4:cpu,cpuacct:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ("", {}, None),
+    ],
+)
+def test_the_least_quota_of_the_control_groups_counts(
+    groups: str, files: dict[str, str], quota: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = {f"/sys/fs/cgroup/{name}": text for name, text in files.items()}
+    monkeypatch.setattr(machine, "_read", lambda path: {"/proc/self/cgroup": groups, **texts}.get(path, ""))
+    assert machine._cpu_quota() == quota
 
 
 def test_a_place_to_meet_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

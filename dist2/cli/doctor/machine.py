@@ -222,10 +222,24 @@ def _probed() -> tuple[str, str]:
 
 
 def _cpu_quota() -> float | None:
-    """Return the number of cores that this process's control group may use; None without a quota."""
-    text = _read("/sys/fs/cgroup/cpu.max")
-    quota, _, period = text.partition(" ")
-    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
+    """Return the number of cores that this process may use by its control groups; None without a quota.
+
+    Each level may have a quota, and the least counts. Version 1 has the controller in a folder of its own.
+    """
+    quotas = []
+    for line in _read("/proc/self/cgroup").splitlines():
+        _, controllers, own = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        path = Path(own.lstrip("/"))
+        # A container may have its own group at the root, and be told the path on its host.
+        top, files = ("cpu", ("cfs_quota_us", "cfs_period_us")) if controllers else ("", ("max",))
+        for group in (path, *path.parents):
+            at = Path("/sys/fs/cgroup", top, group)
+            texts = " ".join(_read(f"{at}/cpu.{file}") for file in files).split()
+            if len(texts) == 2 and all(each.isdigit() for each in texts):
+                quotas.append(int(texts[0]) / int(texts[1]))
+    return min(quotas, default=None)
 
 
 def _reading_ns(readings: int = 2000) -> float:
