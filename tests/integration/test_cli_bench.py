@@ -134,6 +134,24 @@ def test_ctrl_c_saves_what_is_measured(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(comparisons) == 1
 
 
+@pytest.mark.parametrize(("wrong", "code"), [("dist2:tcp", 1), ("gloo", 0)])
+def test_a_wrong_result_of_dist2_fails_the_command(
+    wrong: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wrong(Interrupted):
+        """A comparison in which the results of one contender are wrong."""
+
+        def measure(self, case: Case) -> list[Measurement]:
+            failures = {wrong: "7 of 8 elements are wrong"}
+            return [Measurement(case, name, (1e-6,), failures.get(name), 0.0) for name in self._names]
+
+    monkeypatch.setattr(bench_module, "Contest", Wrong)
+    arguments = ["bench", "--quick", "--peers", "gloo", "--out", str(tmp_path)]
+    ended = CliRunner().invoke(cli, arguments)
+    assert (ended.exit_code, "7 of 8 elements are wrong" in ended.output) == (code, True), ended.output
+    assert (tmp_path / "2-ranks.json").exists()
+
+
 @pytest.mark.usefixtures("_warm")
 def test_a_small_benchmark_measures_checks_and_saves(tmp_path: Path) -> None:
     arguments = ["bench", "--quick", "--op", "all_reduce,barrier", "--sizes", "8,64KiB", "--rounds", "2"]

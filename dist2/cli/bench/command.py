@@ -27,6 +27,8 @@ QUICK_SIZES = (8, 64 << 10, 4 << 20)
 WIDTH = 144
 """Columns of the table at least, also where the output is no terminal."""
 
+FAILED = 1
+"""Exit status where dist2 fails or is wrong; of peers, some lack operations."""
 _OP_HELP = f"Of {', '.join(OPERATIONS)}; default: all these. MPI has no {', '.join(LIST_OPERATIONS)}."
 _SIZES_HELP = "Such as 8,64KiB,16MiB. Default: 8 bytes to 16 MiB."
 _PEERS_HELP = f"Of {', '.join(PEERS)}, or none. Default: all that are installed."
@@ -139,7 +141,7 @@ def bench(
 
     All take turns, round by round in one run, each with processes of its own; results are checked first.
     Ratios are the peer's time divided by dist2's: above 1, dist2 is faster.
-    Ctrl-C shows and saves the measurements so far.
+    Ctrl-C shows and saves the measurements so far. Ends with 1 if dist2 fails, or its results are wrong.
     """
     patience = Patience(quiet, retries)
     round_s, rounds = 0.01 if quick else 0.02, rounds or (3 if quick else 7)
@@ -170,6 +172,9 @@ def bench(
         _save(comparisons, settings, out, console)
     if interrupted:
         raise click.exceptions.Exit(INTERRUPTED)
+    own = {peer.name for peer in OWN.values()}
+    if any(each.failure and each.contender in own for each in measured):
+        raise click.exceptions.Exit(FAILED)
 
 
 def _measure(settings: Settings, console: Console, found: list[Measurement]) -> None:
