@@ -20,6 +20,7 @@ import random
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from urllib.error import URLError
 
 import attrs
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -255,8 +256,8 @@ class Watch:
         body = {"max_age_s": self.after_s / 2, "after_s": self._asked_after_s}
         try:
             text = self._asker.ask(f"{url}/job/waiting", token, body=body, timeout_s=4 * RANK_S)
-        except TimeoutError:
-            if self._late_hub == rank:
+        except URLError as error:
+            if not isinstance(error.reason, TimeoutError) or self._late_hub == rank:
                 raise
             self._late_hub = rank
             return None

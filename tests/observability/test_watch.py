@@ -6,6 +6,7 @@ import json
 import time
 from typing import Any
 from unittest.mock import Mock
+from urllib.error import URLError
 
 import pytest
 from support.fake_groups import FakeGroup, info_of
@@ -40,7 +41,7 @@ class Network(Asker):
             return b"{}"
         self.asked.append(rank)
         if rank in self.late:
-            raise TimeoutError(url)
+            raise URLError(TimeoutError(url))  # as the client does
         return json.dumps({"waiting": [], "culprits": [3]}).encode()
 
 
