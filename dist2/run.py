@@ -184,7 +184,9 @@ class Ranks:
         """Have signals stop the ranks; yield a descriptor that is readable after one, and as a rank ends."""
         heard, note = os.pipe()
         os.set_blocking(note, False)
-        before = {number: signal.signal(number, self._take_signal) for number in _STOPPING}
+        # What is ignored stays so, and is ignored by the ranks: nohup, or a job in the background of a shell.
+        minded = (each for each in _STOPPING if signal.getsignal(each) is not signal.SIG_IGN)
+        before = {number: signal.signal(number, self._take_signal) for number in minded}
         # A parent may have left it ignored, where the kernel keeps no exit codes, or blocked.
         before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
         mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])

@@ -239,6 +239,26 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_end_by_themselves(tmp_path: Path
     assert not processes_with(str(program))
 
 
+IGNORING = """
+import os, signal, sys
+assert signal.getsignal(int(sys.argv[1])) is signal.SIG_IGN
+os.kill(os.getppid(), int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_signal_that_the_launcher_was_told_to_ignore_stops_nothing(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """``nohup`` ignores SIGHUP, and a shell SIGINT of a job in the background."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        assert main(["-n", "2", str(written(tmp_path, IGNORING)), str(int(number))]) == 0
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
 LEFT = """
 import os, signal, sys
 sys.stdout.write(f"{os.getpid()} {os.getppid()}\\n")
