@@ -25,6 +25,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import FrameType
@@ -238,6 +239,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.program == "-":
         parser.error("program '-' is standard input, which only one rank could read: write it to a file")
+    if given.linger is not None and not given.page:
+        parser.error("--linger needs --page: nothing else stays after the ranks have ended")
     command = [sys.executable, *(["-m"] if given.module else []), given.program, *given.arguments]
     page = _page(parser, Path(given.program).name, given.ranks) if given.page else None
     on_ctrl_c = signal.getsignal(signal.SIGINT)
@@ -269,14 +272,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m dist2.run", description="Start a program as ranks.")
-    parser.add_argument("-n", "--ranks", type=_count, default=os.cpu_count() or 1, help="default: one a core")
     parser.add_argument(
-        "--max-restarts", type=int, default=0, metavar="N", help="of all ranks, after a failure"
+        "-n",
+        "--ranks",
+        type=partial(_count, least=1),
+        default=len(os.sched_getaffinity(0)),
+        help="default: one a core that this process may use",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=partial(_count, least=0),
+        default=0,
+        metavar="N",
+        help="of all ranks, after a failure",
     )
     parser.add_argument("--page", action="store_true", help="serve the live page of the job on this host")
     parser.add_argument(
         "--linger",
-        type=float,
+        type=_seconds,
         metavar="SECONDS",
         help="how long the page stays after the ranks have ended; default: until Ctrl-C",
     )
@@ -328,14 +341,21 @@ def _words(code: int, report: ExitReport | None) -> str:
     return f"ended with exit code {code}{'' if report is None else f' ({report.words})'}"
 
 
-def _count(text: str) -> int:
+def _count(text: str, least: int) -> int:
     try:
         count = int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}") from None
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {count}")
+    if count < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {count}")
     return count
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        if 0 <= float(text) <= threading.TIMEOUT_MAX:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number of seconds, got {text!r}")
 
 
 if __name__ == "__main__":

@@ -284,13 +284,36 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "words"), [("0", "must be at least 1, got 0"), ("two", "must be an integer, got 'two'")]
+    ("arguments", "words"),
+    [
+        (("-n", "0"), "must be at least 1, got 0"),
+        (("-n", "two"), "must be an integer, got 'two'"),
+        (("--max-restarts", "-1"), "must be at least 0, got -1"),
+        (("--page", "--linger", "nan"), "must be a number of seconds, got 'nan'"),
+        (("--page", "--linger", "-1"), "must be a number of seconds, got '-1'"),
+        (("--page", "--linger", "1e15"), "must be a number of seconds, got '1e15'"),
+        (("--linger", "3"), "--linger needs --page"),
+    ],
 )
-def test_wrong_arguments(count: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments(arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        main(["-n", count, "x.py"])
+        main([*arguments, "x.py"])
     assert end.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_there_is_one_rank_for_each_core_that_the_launcher_may_use(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """``taskset`` and the CPU sets of containers leave it fewer than the host has."""
+    program = written(tmp_path, "import os, sys; sys.stdout.write(os.environ['WORLD_SIZE'])")
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        assert main([str(program)]) == 0
+    finally:
+        os.sched_setaffinity(0, before)
+    assert capfd.readouterr().out == "1"
 
 
 def test_a_host_without_its_loopback_address_is_told_without_a_traceback(
