@@ -56,7 +56,7 @@ class Process:
     @classmethod
     def here(cls) -> Process:
         """Return this process."""
-        return cls(socket.gethostname(), _space(), os.getpid(), _started(os.getpid()))
+        return cls(socket.gethostname(), _space(), os.getpid(), _started(os.getpid()) or 0)
 
     @classmethod
     def read(cls, text: str) -> Process | None:
@@ -99,8 +99,10 @@ class Process:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it was a process of this host and has ended; False for processes of other hosts."""
-        return self._is_here and self.started > 0 and not self._runs and not _is_hidden(self.pid)
+        """Whether it was a process of this host and has ended; False where that is not known."""
+        if not self._is_here or self.started == 0:
+            return False
+        return _started(self.pid) not in (self.started, None) and not _is_hidden(self.pid)
 
     @property
     def _is_here(self) -> bool:
@@ -111,12 +113,17 @@ class Process:
         return self.started > 0 and _started(self.pid) == self.started
 
 
-def _started(pid: int) -> int:
-    """Return when a process of this host was started; 0 if there is none, or one that has ended."""
+def _started(pid: int) -> int | None:
+    """Return when a process of this host was started; 0 if there is none, or one that has ended.
+
+    None if this process cannot know: it may have no free descriptor.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return 0
+    except OSError:
+        return None
     fields = stat.rpartition(")")[2].split()  # a name may have anything in it
     return 0 if fields[0] in "ZX" else int(fields[19])
 
@@ -132,12 +139,16 @@ def _is_hidden(pid: int) -> bool:
     return False
 
 
-@cache
 def _space() -> str:
     try:
-        parts = [_BOOT_ID.read_text(), str(_NAMESPACE.readlink())]
-    except OSError:
+        return _known_space()
+    except OSError:  # perhaps for a moment: it has no free descriptor
         return "unknown"
+
+
+@cache
+def _known_space() -> str:
+    parts = [_BOOT_ID.read_text(), str(_NAMESPACE.readlink())]
     return hashlib.blake2b("".join(parts).encode(), digest_size=4).hexdigest()
 
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.scarcity import no_descriptors
 from support.warm_interpreter import whole_python
 
 from dist2 import HashStore
@@ -96,6 +97,24 @@ def test_a_rank_that_came_too_late_to_watch_a_process_lets_others_tell_how_it_en
     assert [monitor.dead() for _ in range(UNSURE_LOOKS)] == [None] * UNSURE_LOOKS
     assert monitor.dead() == (1, f"rank 1 ({process.place}) died"), "nobody knows it"
     assert monitor.seen_dead(0) == monitor.dead()
+
+
+def test_a_rank_without_a_free_descriptor_declares_no_living_rank_dead() -> None:
+    program = "from dist2.runtime.other_process import Process; print(Process.here().text, flush=True); input()"
+    with subprocess.Popen(
+        [*whole_python(), "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        process = Process.read(child.stdout.readline().strip())
+        assert process is not None
+        store = HashStore()
+        store.set(rank_key(1), JoinRequest(process, {}).to_text())
+        monitor = LivenessMonitor(store, 0, 2)
+        with no_descriptors():
+            assert [monitor.dead() for _ in range(UNSURE_LOOKS + 1)] == [None] * (UNSURE_LOOKS + 1)
+        assert monitor.seen_dead(0) is None
+        child.communicate("\n", timeout=50)
+    assert monitor.seen_dead(0) == (1, f"rank 1 ({process.place}) died")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import attrs
 import pytest
+from support.scarcity import no_descriptors
 from support.stores import exit_code, forked
 
 from dist2.runtime import other_process
@@ -53,7 +54,7 @@ def test_another_runs_until_it_has_ended() -> None:
 
 def test_a_process_whose_number_is_taken_meanwhile_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     child = forked(lambda: int(bool(signal.pause())))
-    other = attrs.evolve(Process.here(), pid=child, started=other_process._started(child))
+    other = attrs.evolve(Process.here(), pid=child, started=other_process._started(child) or 0)
     opened: list[int] = []
 
     def late(pid: int) -> int:
@@ -78,6 +79,30 @@ def test_a_process_that_the_kernel_hides_has_not_ended(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(os, "kill", refuse)
     assert not hidden.has_ended
+
+
+def test_without_a_free_descriptor_nothing_is_known_of_a_process() -> None:
+    """It was taken for dead, and its rank for the cause of a failure."""
+    here = Process.here()
+    child = forked(lambda: int(bool(signal.pause())))
+    started = other_process._started(child)
+    assert started
+    other = attrs.evolve(here, pid=child, started=started)
+    other_process._known_space.cache_clear()
+    try:
+        with no_descriptors():
+            assert not other.has_ended
+            assert not other.is_another_here
+            assert other.watch() == -1
+            assert Process.here() == attrs.evolve(here, space="unknown", started=0)
+        assert Process.here() == here
+        assert other.is_another_here
+        with no_descriptors():
+            assert not other.has_ended
+    finally:
+        os.kill(child, signal.SIGKILL)
+        exit_code(child)
+    assert other.has_ended
 
 
 @pytest.mark.parametrize(
