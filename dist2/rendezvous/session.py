@@ -25,7 +25,6 @@ import threading
 import time
 from contextlib import closing, suppress
 from datetime import timedelta
-from functools import partial
 from typing import Protocol
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -84,6 +83,8 @@ _TELL_LATE_S = 0.5
 """The same after its limit: ranks that are not stopped learn of it within a millisecond."""
 _LISTENS_S = 2.0
 """Interval between two looks whether a call was aborted, while no server listens, in seconds."""
+_MORE = 1.5
+"""How much longer the next interval is if a server may be there that needs more time than this one."""
 _GAVE_UP = "rank 0 gave up: "
 """Begin of the reason to wait when rank 0's deadline has passed: another rank 0 may be started."""
 _ANNOUNCED = "rank 0 has announced itself"
@@ -210,20 +211,19 @@ class RendezvousSession:
         return store
 
     def _reached(self, deadline: Deadline) -> Store:
-        """Return the store, once its server listens; look again and again whether this call was aborted."""
-        reach = partial(self._endpoint.open, self._rank, self._world_size)
-        while self._rank > 0:
+        """Return the store, once its server answers; look again and again whether this call was aborted."""
+        slice_s = _LISTENS_S
+        while True:
             self._building.check()
-            soon = deadline.soon(_LISTENS_S)
+            limit = limit_of(deadline.soon(slice_s))
             try:
-                return reach(limit_of(soon))
+                return self._endpoint.open(self._rank, self._world_size, limit)
             except StoreConnectTimeoutError as error:
                 if deadline.passed:
-                    error.args = (f"no store listened within {deadline.timeout_s:g} s: {error}",)
+                    error.args = (f"no store answered within {deadline.timeout_s:g} s: {error}",)
                     raise
-                if not _is_absent(error):  # it is slow
-                    break
-        return reach(limit_of(deadline))
+                if not _is_absent(error):  # it may be slow
+                    slice_s *= _MORE
 
     def _object_to_host(self, error: StoreConnectionError) -> None:
         """Tell another rank 0, if it has the address that this rank 0 finds taken."""

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from dist2.rendezvous.requests import JoinRequest, Outcome, Verdict
 from dist2.rendezvous.url import ServerEndpoint
 from dist2.runtime.deadline import Deadline
 from dist2.runtime.other_process import Process
-from dist2.store import HashStore, shared_server
+from dist2.store import HashStore, Store, shared_server
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 LIMIT = 20.0
@@ -303,21 +304,59 @@ def test_a_stopped_rank_0_holds_nobody_up_beyond_the_limit() -> None:
     in_time(took_s, 1.5 * limit_s)
 
 
-def test_a_rank_is_aborted_while_no_store_listens() -> None:
-    begun_s = time.monotonic()
+def _aborted_at_its_second_look(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, looks_again, begun_s = [], threading.Event(), time.monotonic()
+
+    def opened(endpoint: ServerEndpoint, rank: int, world_size: int, timeout: timedelta) -> Store:
+        looks.append(timeout)
+        if len(looks) == 2:
+            looks_again.set()
+        return served(endpoint, rank, world_size, timeout)
+
+    served = ServerEndpoint.open
+    monkeypatch.setattr(ServerEndpoint, "open", opened)
+    monkeypatch.setattr(session, "_LISTENS_S", 0.1)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(rendezvous, f"tcp://127.0.0.1:{unused_port()}", 1, 2, timeout=60)
-        while not abort_building(lambda: dist2.GroupAbortedError("the job waits")):
-            assert time.monotonic() - begun_s < 30
-            time.sleep(0.01)
+        waiting = pool.submit(rendezvous, f"tcp://127.0.0.1:{port}", 1, 2, timeout=15)
+        assert looks_again.wait(10)
+        assert abort_building(lambda: dist2.GroupAbortedError("the job waits")) == 1
         with pytest.raises(dist2.GroupAbortedError, match="the job waits"):
             waiting.result(timeout=30)
     in_time(time.monotonic() - begun_s, 5)
 
 
+def test_a_rank_is_aborted_while_no_store_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    _aborted_at_its_second_look(unused_port(), monkeypatch)
+
+
+@contextmanager
+def _dropping() -> Iterator[int]:
+    """Yield a port whose connections get no answer, as where a firewall drops packets."""
+    with ExitStack() as kept:
+        listener = kept.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(3):  # more than it takes
+            waiting = kept.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        yield listener.getsockname()[1]
+
+
+def test_a_rank_is_aborted_while_its_packets_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _dropping() as port:
+        _aborted_at_its_second_look(port, monkeypatch)
+
+
+def test_a_store_that_drops_packets_is_told_with_the_whole_limit() -> None:
+    words = r"no store answered within 2.5 s: .*connect timeout"
+    with _dropping() as port, pytest.raises(RendezvousTimeoutError, match=words):
+        rendezvous(f"tcp://127.0.0.1:{port}", 1, 2, timeout=2.5)
+
+
 def test_a_store_that_never_listens_is_told_with_the_whole_limit() -> None:
     url = f"tcp://127.0.0.1:{unused_port()}"
-    with pytest.raises(RendezvousTimeoutError, match=r"no store listened within 2.5 s: .*refused") as raised:
+    with pytest.raises(RendezvousTimeoutError, match=r"no store answered within 2.5 s: .*refused") as raised:
         rendezvous(url, 1, 2, timeout=2.5)
     assert list(raised.value.missing) == [0]
 
