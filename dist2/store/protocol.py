@@ -165,6 +165,8 @@ class Limits:
 
 
 DEFAULT_LIMITS = Limits()
+SENT_VALUE_BYTES = 8 << 20
+"""Longest value that a client sends: torch's server, which any store may have, hangs up on a longer one."""
 
 LENGTH = struct.Struct("<Q")
 INT64 = struct.Struct("<q")

@@ -14,7 +14,7 @@ from dist2.store import shared_server
 from dist2.store.address import Address
 from dist2.store.base import DEFAULT_TIMEOUT, Store, barrier_timed_out
 from dist2.store.client import StoreClient
-from dist2.store.protocol import DEFAULT_LIMITS, READY, Query, Reply, Request
+from dist2.store.protocol import DEFAULT_LIMITS, READY, SENT_VALUE_BYTES, Query, Reply, Request
 from dist2.store.shared_server import Lease
 from dist2.store.text import as_name
 
@@ -306,8 +306,8 @@ def _spaced(key: bytes) -> bytes:
 
 
 def _bounded(value: bytes) -> bytes:
-    if len(value) > DEFAULT_LIMITS.value_bytes:
+    if len(value) > SENT_VALUE_BYTES:
         raise InvalidUsageError(
-            f"value must have at most {DEFAULT_LIMITS.value_bytes} bytes, got {len(value)}: split it"
+            f"value must have at most {SENT_VALUE_BYTES} bytes, got {len(value)}: split it"
         )
     return value
