@@ -57,15 +57,16 @@ class Address:
         """Return the socket addresses of the host, in the resolver's order.
 
         Raises:
+            InvalidUsageError: It can be no host's name.
             StoreConnectionError: The name has no address; may pass, where name services are slow to learn.
             StoreConnectTimeoutError: The resolver did not answer in time.
         """
-        found: list[list[Resolved] | OSError] = []
+        found: list[list[Resolved] | Exception] = []
 
         def ask() -> None:
             try:
                 found.append(self._look_up())
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 - for the thread that waits
                 found.append(error)
 
         # The resolver takes no timeout: a late answer is left to a thread that is not joined.
@@ -79,9 +80,14 @@ class Address:
             raise StoreConnectTimeoutError(
                 f"looking up host {self.host!r} timed out after {deadline.milliseconds}ms"
             )
-        if isinstance(found[0], OSError):
-            raise StoreConnectionError(f"host {self.host!r} cannot be looked up: {found[0]}") from found[0]
-        return found[0]
+        answer = found[0]
+        if isinstance(answer, UnicodeError):
+            raise InvalidUsageError(f"host {self.host!r} can be no host's name: {answer}") from answer
+        if isinstance(answer, OSError):
+            raise StoreConnectionError(f"host {self.host!r} cannot be looked up: {answer}") from answer
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def _look_up(self) -> list[Resolved]:
         entries = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)

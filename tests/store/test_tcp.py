@@ -238,6 +238,17 @@ def test_names_are_looked_up() -> None:
     store.close()
 
 
+@pytest.mark.parametrize("is_master", [False, True])
+@pytest.mark.parametrize("name", [".svc.local", "a..b", "x" * 64])
+def test_what_can_be_no_name_is_refused_at_once(
+    name: str, is_master: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(InvalidUsageError, match="can be no host's name") as caught:
+        dist2.TCPStore(name, 1234, is_master=is_master, timeout=5)
+    assert repr(name) in str(caught.value)
+    assert capfd.readouterr().err == ""
+
+
 # Time limits
 
 
