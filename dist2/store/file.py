@@ -438,7 +438,7 @@ class FileStore(Store):
     def _poll(self, keys: tuple[bytes, ...], deadline: Deadline) -> list[bytes] | None:
         """Return the values of keys as soon as all have one; None when the deadline has passed."""
         for _ in deadline.tries(*_KEY_PAUSES_S):
-            found = self._look(keys, self._deadline())
+            found = self._look(keys, deadline.stretched())
             if found is not None:
                 return found
         return None

@@ -125,6 +125,17 @@ def test_a_store_that_is_dropped_while_its_file_is_locked_here_ends_later(path: 
     store.close()
 
 
+def test_a_wait_keeps_its_own_limit_while_the_file_is_locked(path: Path) -> None:
+    store = ours(path)  # its own limit is 10 s
+    with path.open("r+b") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        start = time.monotonic()
+        with pytest.raises(StoreTimeoutError):
+            store.wait(["key"], 0.3)
+        in_time(time.monotonic() - start, 2.0)
+    store.close()
+
+
 def test_closing_twice_counts_once(path: Path) -> None:
     first, second = ours(path, 2), ours(path, 2)
     first.close()
