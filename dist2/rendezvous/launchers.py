@@ -25,7 +25,7 @@ import attrs
 
 from dist2.runtime.config import environment_value, temporary_folder
 
-_FIRST_PORT, _PORTS = 20_000, 20_000
+_FIRST_PORT, _PORTS = 20_000, 12_700
 """Ports of Slurm jobs; below those that Linux gives to clients."""
 
 
@@ -191,6 +191,9 @@ def _mpich(get: Get) -> Launched | None:
         return None
     rank, size = numbers
     here = _number(get, "MPI_LOCALNRANKS")
+    step = _slurm(get) if here is None else None
+    if step is not None and (step.rank, step.world_size) == numbers:  # srun --mpi=pmi2: it tells the host too
+        return None
     local = _number(get, "MPI_LOCALRANKID")
     file = _file(_parent("hydra_pmi_proxy")) if here == size else None
     return Launched("MPICH", rank, size, local, file=file)
@@ -212,8 +215,8 @@ def _slurm(get: Get) -> Launched | None:
 
 def first_host(nodes: str) -> str:
     """Return the first host of a list as Slurm writes it: ``node[07-09,12]-ib,login1`` is ``node07-ib``."""
-    match = re.match(r"([^\[,]*)(?:\[(\w+)[^\]]*\])?([^,\[]*)", nodes)
-    return "".join(part or "" for part in match.groups()) if match else ""
+    first = re.match(r"(?:[^\[,]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[(\w*)[^\]]*\]", r"\1", first[0]) if first else ""
 
 
 def _numbers(get: Get, *names: str) -> tuple[int, ...] | None:

@@ -59,7 +59,8 @@ def test_slurm() -> None:
     place = found(SLURM)
     assert (place.launcher, place.rank, place.world_size, place.local_rank) == ("Slurm", 5, 8, 1)
     assert place.host == "gpu08-ib"
-    assert 20_000 <= place.port < 40_000
+    assert 20_000 <= place.port < 32_768, "Linux gives those above to clients"
+    assert launchers._FIRST_PORT + launchers._PORTS <= 32_768
     assert place.file is None
     assert found({**SLURM, "SLURM_STEP_RESV_PORTS": "12000-12003"}).port == 12000
     assert found({**SLURM, "SLURM_JOB_ID": "78"}).port != place.port
@@ -68,6 +69,14 @@ def test_slurm() -> None:
     assert on_one_host.host is None
     nowhere = found({**SLURM, "SLURM_STEP_NODELIST": ""})
     assert (nowhere.host, nowhere.port) == (None, None)
+
+
+def test_slurm_with_its_own_pmi_is_slurm() -> None:
+    """``srun --mpi=pmi2`` sets the variables of PMI as well, which tell no host."""
+    assert found({**SLURM, "PMI_RANK": "5", "PMI_SIZE": "8"}) == found(SLURM)
+    place = found({**SLURM, **MPICH})
+    assert (place.launcher, place.rank, place.world_size) == ("MPICH", 1, 2), "mpiexec in a step"
+    assert found({"PMI_RANK": "5", "PMI_SIZE": "8"}).launcher == "MPICH"
 
 
 @pytest.mark.parametrize(("proxy", "name"), [("hydra_pmi_proxy", "50-700"), ("another", "60-600")])
@@ -95,6 +104,7 @@ def test_variables_of_torchrun_win(environment: dict[str, str]) -> None:
         ("n1,n2", "n1"),
         ("node[07-09,12],login1", "node07"),
         ("a[1,3-4]-ib", "a1-ib"),
+        ("rack[0-63]_blade[08,10-41],login", "rack0_blade08"),
         ("", ""),
     ],
 )
