@@ -77,7 +77,7 @@ class Store(TorchStore):
         return True
 
     def close(self) -> None:
-        """Release the store's resources; later calls raise. May be called twice.
+        """Release the store's resources; later calls that need them raise. May be called twice.
 
         Examples:
             >>> store = dist2.HashStore()
@@ -547,9 +547,15 @@ def without_prefixes(store: TorchStore) -> TorchStore:
 
 
 def limit_of(deadline: Deadline) -> timedelta:
-    """Return the remaining time as a limit for any store; zero would mean no limit to some."""
+    """Return the remaining time as a limit for any store; zero would mean no limit to some.
+
+    torch's stores cut it to milliseconds, and so it is rounded up: none gives up before the deadline.
+    """
     left_s = deadline.remaining_s()
-    return _LONGEST if left_s is None else max(timedelta(seconds=left_s), _MILLISECOND)
+    if left_s is None:
+        return _LONGEST
+    milliseconds = -(-timedelta(seconds=left_s) // _MILLISECOND)
+    return min(max(milliseconds, 1) * _MILLISECOND, _LONGEST)
 
 
 def wait_timed_out(keys: Sequence[bytes], deadline: Deadline) -> StoreTimeoutError:

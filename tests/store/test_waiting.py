@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from dist2 import HashStore
 from dist2.errors import PeerLostError, StoreConnectionError
@@ -45,3 +46,10 @@ def test_a_store_that_is_gone_is_no_missing_rank() -> None:
     deadline = Deadline.after(0.01)
     with pytest.raises(StoreConnectionError):
         arrive(Gone(deadline), ["key"], deadline)
+
+
+def test_torchs_store_gives_up_no_earlier_than_the_deadline() -> None:
+    """It cuts a limit to milliseconds, and its error is no special one: it was raised as it is."""
+    store = dist.HashStore()
+    for _ in range(30):
+        assert not arrive(store, ["key"], Deadline.after(0.0213))
