@@ -100,16 +100,16 @@ def checked_timeout(timeout: timedelta | float, argument: str = "timeout") -> ti
     """Return a limit as torch writes it: zero means none.
 
     Raises:
-        InvalidUsageError: It is negative, or neither a `timedelta` nor a number of seconds.
+        InvalidUsageError: It is negative, no number, or neither a `timedelta` nor a number of seconds.
     """
     if isinstance(timeout, bool) or not isinstance(timeout, (timedelta, int, float, Real)):
         raise ArgumentTypeError(
             f"{argument} must be a timedelta or seconds, got {timeout!r} ({type(timeout).__name__})"
         )
-    span = timeout if isinstance(timeout, timedelta) else timedelta(seconds=float(timeout))
-    if span < timedelta(0):
+    value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if not value >= 0:  # not a number is neither
         raise InvalidUsageError(f"{argument} must not be negative, got {timeout!r}")
-    return span
+    return timedelta(seconds=min(value, _LONGEST_S))
 
 
 @attrs.frozen

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from datetime import timedelta
 from itertools import islice
 
 import pytest
 
+from dist2 import HashStore
+from dist2.errors import InvalidUsageError
 from dist2.runtime import deadline as deadline_module
-from dist2.runtime.deadline import FOREVER_NS, PAST_NS, Deadline, extended
+from dist2.runtime.deadline import FOREVER_NS, PAST_NS, Deadline, checked_timeout, extended, seconds
 
 FOREVER = Deadline(FOREVER_NS, 0.0)
 PASSED = Deadline(PAST_NS, 1.0)
@@ -62,3 +66,18 @@ def test_a_deadline_that_passes_while_the_process_is_stopped_is_later_by_that_ti
     assert extended(began + second) == began + 10 * second
     assert extended(began + 9 * second) == began + 9 * second
     assert extended(FOREVER_NS) == FOREVER_NS
+
+
+@pytest.mark.parametrize("given", [math.inf, 1e15, timedelta.max])
+def test_a_limit_that_is_too_long_is_the_longest(given: float | timedelta) -> None:
+    assert seconds(given) == checked_timeout(given).total_seconds() == 1e9
+    store = HashStore(given)
+    store.set("key", "value")
+    store.wait(["key"], given)
+    assert not Deadline.after(given).passed
+
+
+def test_a_limit_that_is_no_number_is_refused() -> None:
+    for check in (seconds, checked_timeout):
+        with pytest.raises(InvalidUsageError, match=r"must .*, got nan"):
+            check(math.nan)
