@@ -10,12 +10,12 @@ when the parent ends it; inherited stores refuse to work.
 
 from __future__ import annotations
 
-import sys
+from contextlib import ExitStack
 from typing import Protocol
 from weakref import WeakSet
 
 from dist2.runtime.deadline import deadline_in, remaining_s
-from dist2.runtime.process import AtExit, InChild, at_exit, in_child
+from dist2.runtime.process import AtExit, InChild, at_exit, in_child, raised
 
 LINGER_S = 10.0
 """How long a process that ends keeps serving others that are connected, in seconds."""
@@ -60,12 +60,23 @@ def track_server(server: Server) -> None:
 
 @at_exit(AtExit.STORES)
 def _at_exit() -> None:
-    for user in tuple(_users):
-        user.close()
-    died = getattr(sys, "last_value", None) is not None
-    deadline_ns = deadline_in(0.0 if died else LINGER_S)
-    for server in tuple(_servers):
+    with ExitStack() as steps:  # runs all, the last one that was pushed first, and raises an error after that
+        steps.callback(_end_servers)
+        for user in tuple(_users):
+            steps.callback(user.close)
+
+
+def _end_servers() -> None:
+    deadline_ns = deadline_in(LINGER_S if raised() is None else 0.0)
+    with ExitStack() as steps:
+        for server in tuple(_servers):
+            steps.callback(_end, server, deadline_ns)
+
+
+def _end(server: Server, deadline_ns: int) -> None:
+    try:
         server.wait_until_idle(remaining_s(deadline_ns))
+    finally:
         server.stop()
 
 
