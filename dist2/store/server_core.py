@@ -188,6 +188,9 @@ class StoreCore:
         return Reply(READY if all(key in self._table for key in request.keys) else NOT_READY)
 
     def _append(self, session: Session, request: Request) -> None:
+        held = len(self._table.get(request.keys[0]) or b"")
+        if held + len(request.values[0]) > self._limits.value_bytes:  # its readers would not take it
+            raise WireError(f"an appended value exceeds {self._limits.value_bytes} bytes")
         self._table.append(request.keys[0], request.values[0])
         self._appeared(request.keys[0])
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist2.errors import WireError
-from dist2.store.protocol import MAGIC, Query, Reply, ReplyDecoder, Request, encode_request
+from dist2.store.protocol import MAGIC, Limits, Query, Reply, ReplyDecoder, Request, encode_request
 from dist2.store.server_core import ALLOWED, Session, Stage, StoreCore
 
 Q = Query
@@ -221,3 +221,13 @@ def test_garbage_of_some_disturbs_no_other(noise: list[tuple[int, bytes]]) -> No
             core.leave(session)
             strangers[index] = None
         assert good.ask(Q.GET, b"/k") == Reply(values=(b"v",))
+
+
+def test_a_value_grows_no_longer_than_its_readers_take() -> None:
+    client, reader = map(Client, [core := StoreCore(Limits(value_bytes=10))] * 2)
+    client.send(Q.APPEND, b"key", values=(b"x" * 6,))
+    client.send(Q.APPEND, b"key", values=(b"y" * 4,))
+    with pytest.raises(WireError, match="exceeds 10 bytes"):
+        client.send(Q.APPEND, b"key", values=(b"z",))
+    core.leave(client.session)
+    assert reader.ask(Q.GET, b"key").values == (b"x" * 6 + b"y" * 4,)
