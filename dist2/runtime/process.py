@@ -59,7 +59,7 @@ class AtExit(IntEnum):
 class InChild(IntEnum):
     """The steps in a forked child, in their order."""
 
-    USAGE = 0  # what the other steps close counts there
+    USAGE_LOCK = 0  # what the other steps close is counted
     SIGNALS = 1
     STORES = 2
     LINKS = 3
@@ -70,6 +70,7 @@ class InChild(IntEnum):
     CONTROL_PLANE = 8
     FRAMES = 9
     STACKS = 10
+    USAGE = 11
 
 
 _exit_hooks: dict[int, Callable[[], None]] = {}

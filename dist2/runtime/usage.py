@@ -54,13 +54,16 @@ class Usage:
 
     def forget(self) -> None:
         """Begin anew: the connections belong to the parent process."""
-        self.__init__()  # type: ignore[misc]  # a lock of the parent may be held
+        self.__init__()  # type: ignore[misc]
+
+    def replace_lock(self) -> None:
+        """Let this process count: a thread of the parent may have held the lock."""
+        self._lock = threading.RLock()
 
 
 usage = Usage()
 """That of this process."""
 
 
-@in_child(InChild.USAGE)
-def _forget() -> None:
-    usage.forget()
+in_child(InChild.USAGE_LOCK)(usage.replace_lock)
+in_child(InChild.USAGE)(usage.forget)

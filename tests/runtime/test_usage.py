@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.processes import run_processes
 from support.ranks import Tenant, run_ranks
+from support.stores import exit_code, forked
 from support.time_limits import in_time
 
 import dist2
@@ -78,6 +79,21 @@ def test_a_child_begins_anew() -> None:
     counts.forget()
     assert counts.connections() == {}
     assert counts.requests() == {}
+
+
+def test_a_fork_has_no_connections_and_counts_its_own() -> None:
+    """Those of its parent, which it closes, were counted as closed alone: one less was open."""
+    store = dist2.TCPStore("127.0.0.1", 0, is_master=True)
+
+    def body() -> int:
+        inherited = usage.connections()
+        own = dist2.TCPStore("127.0.0.1", store.port)
+        counted = usage.connections()
+        own.close()
+        return int(inherited != {} or counted != {"store": (1, 1, 0)})
+
+    assert exit_code(forked(body)) == 0
+    store.close()
 
 
 def test_shared_memory_counts_as_far_as_it_was_touched() -> None:
