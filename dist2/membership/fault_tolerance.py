@@ -17,7 +17,7 @@ from dist2.membership import members
 from dist2.membership.subgroups import Subgroups
 from dist2.operation.runner import Timeout
 from dist2.runtime.arguments import as_int, check_names, check_ranks
-from dist2.runtime.deadline import deadline_in
+from dist2.runtime.deadline import deadline_in, remaining_s
 
 _FLAG_BITS = 63
 
@@ -127,7 +127,13 @@ class FaultTolerance(Subgroups):
         limit_s = self._limit_s(timeout)
         deadline_ns = deadline_in(limit_s)
         self._runner.check_open()  # also before the lock, which a forked child may inherit held
-        with self._agreeing:
+        if not self._agreeing.acquire(timeout=remaining_s(deadline_ns)):
+            raise OperationTimeoutError(
+                f"{op} in group {self.info.name!r}: another thread of this rank has not agreed within "
+                f"{limit_s:.3g} s",
+                timeout_s=limit_s,
+            )
+        try:
             self._runner.check_open()
             try:
                 return self.backend.agree(flags, deadline_ns, op == "shrink")
@@ -139,3 +145,5 @@ class FaultTolerance(Subgroups):
                     error.timeout_s = limit_s
                     error.args = (f"{error} (limit {limit_s:.3g} s)",)
                 raise
+        finally:
+            self._agreeing.release()

@@ -62,6 +62,15 @@ def works(pg: ProcessGroup) -> tuple[int, ...]:
 # Revoke
 
 
+def test_an_agreement_waits_for_that_of_another_thread_no_longer_than_its_limit(transport: str) -> None:
+    with new_group("socket", 30, rank=0, world_size=1, store=HashStore(), transport=transport) as pg:
+        with pg._agreeing, pytest.raises(OperationTimeoutError, match=r"agree in group .*another thread"):
+            pg.agree(1, timeout=0.1)
+        assert pg.agree(1) == Agreement(1, ())
+        with pg._agreeing, pytest.raises(OperationTimeoutError, match=r"shrink in group .*another thread"):
+            pg.shrink(timeout=0.1)
+
+
 def _in_all_reduce(pg: ProcessGroup) -> object:
     return pg.all_reduce(torch.ones(4))
 
