@@ -100,7 +100,9 @@ def test_a_rank_that_came_too_late_to_watch_a_process_lets_others_tell_how_it_en
 
 
 def test_a_rank_without_a_free_descriptor_declares_no_living_rank_dead() -> None:
-    program = "from dist2.runtime.other_process import Process as P; print(P.here().text, flush=True); input()"
+    program = (
+        "from dist2.runtime.other_process import Process as P; print(P.here().text, flush=True); input()"
+    )
     with subprocess.Popen(
         [*whole_python(), "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:

@@ -780,7 +780,8 @@ def test_too_large_values_are_refused_before_they_are_sent(multi_tenant: bool) -
         largest = bytes(8 << 20)
         store.multi_set(["key", "other"], [largest, largest])
         assert store.get("key") == largest
-        with pytest.raises(InvalidUsageError, match=f"value must have at most {8 << 20} bytes, got {9 << 20}"):
+        words = f"value must have at most {8 << 20} bytes, got {9 << 20}"
+        with pytest.raises(InvalidUsageError, match=words):
             store.set("key", bytes(9 << 20))
         with pytest.raises(InvalidUsageError, match="key must be shorter than 65536 bytes, got 65536"):
             store.set("k" * 65536, "")
