@@ -241,12 +241,13 @@ class StoreClient:
 
     def _check_counter(self, request: Request, deadline: Deadline) -> None:
         """Refuse an addition that no server takes: the protocol has no answer for it but the end."""
+        deadline = deadline.stretched().soon(self._heartbeat_s)  # its host may have vanished
         try:
-            connection = self._connected(Connection.attempt, deadline.stretched())
-            found = connection.ask(Request(Query.CHECK, request.keys), deadline.stretched()).number
+            connection = self._connected(Connection.attempt, deadline)
+            found = connection.ask(Request(Query.CHECK, request.keys), deadline).number
             if found != READY:
                 return
-            value = connection.ask(Request(Query.GET, request.keys), deadline.stretched()).values[0]
+            value = connection.ask(Request(Query.GET, request.keys), deadline).values[0]
         except (Dist2Error, OSError, EOFError) as error:
             if is_a_handlers(error):
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import signal
@@ -35,7 +36,9 @@ from dist2.errors import (
     StoreError,
     StoreTimeoutError,
 )
+from dist2.runtime.deadline import Deadline
 from dist2.store import tcp_server
+from dist2.store.connection import Connection
 from dist2.store.protocol import MAGIC, Query, Request, encode_request
 from dist2.store.torch_server import _accepted_at
 
@@ -686,6 +689,28 @@ def test_a_server_that_ends_during_an_addition_is_gone(host: Callable[[], Any]) 
             store.add("text", 1)
     in_time(time.monotonic() - start, 0.5)
     store.close()
+
+
+def test_an_addition_looks_no_longer_than_a_heartbeat_for_a_host_that_has_vanished(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = []
+
+    def vanished(self: Connection, request: Request, deadline: Deadline) -> None:
+        raise StoreConnectionError("its host has not answered")
+
+    def attempt(address: object, deadline: Deadline, *_: object) -> None:
+        limits.append(deadline.remaining_s())
+        raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+    monkeypatch.setenv("DIST2_HEARTBEAT", "2")
+    with closing(server()) as store:
+        with monkeypatch.context() as patched:
+            patched.setattr(Connection, "ask", vanished)
+            patched.setattr(Connection, "attempt", attempt)
+            with pytest.raises(StoreConnectionError, match="has not answered"):
+                store.add("count", 1)
+        assert [limit <= 2 for limit in limits] == [True]
 
 
 def test_a_server_that_ends_between_two_connections_is_gone() -> None:
