@@ -139,9 +139,16 @@ class _Rank:
 
     def __init__(self, rank: int, count: int, port: int) -> None:
         self.rank = rank
+        with system_call("a start of a rank"):
+            self._start(rank, count, port)
+        self.answer: tuple[bool, Any] | None = None
+        self.end = -1
+        self._rest: dict[str, bytes] = {}
+
+    def _start(self, rank: int, count: int, port: int) -> None:
         ours, theirs = socket.socketpair()
         variables = {**rank_environment(rank, count, port), "PYTHONUNBUFFERED": "1"}
-        with theirs:
+        with ours, theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM.format(path=sys.path)],
                 env=child_environment(variables),
@@ -150,10 +157,7 @@ class _Rank:
                 stderr=subprocess.PIPE,
                 start_new_session=True,
             )
-        self.connection = Connection(ours.detach())
-        self.answer: tuple[bool, Any] | None = None
-        self.end = -1
-        self._rest: dict[str, bytes] = {}
+            self.connection = Connection(ours.detach())
 
     @property
     def failed(self) -> bool:
@@ -202,16 +206,23 @@ class _Rank:
 
     def ended(self) -> None:
         """Take its answer, or else note its end."""
-        code = self.process.wait()
+        # Not `wait`: its number, that of its session, is no other's until `kill` has asked for its end.
+        try:
+            end = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:  # the program ignores SIGCHLD, or has asked for all ends
+            end = None
         if self.answer is None and self.connection.poll():
             self.take_answer()
         if self.answer is None:
-            how = was_killed_by(-code) if code < 0 else f"exited with code {code}"
+            how = "ended" if end is None else _how(end)
             self.answer = False, (RuntimeError(f"the process {how}"), "", [])
 
     def kill(self) -> None:
         """End it and its session."""
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.waitid(
+                os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG
+            )  # is the number its own?
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.connection.close()
@@ -222,14 +233,21 @@ class _Rank:
                 stream.close()
 
 
+def _how(end: os.waitid_result) -> str:
+    if end.si_code == os.CLD_EXITED:
+        return f"exited with code {end.si_status}"
+    return was_killed_by(end.si_status)
+
+
 class _Job:
     """The ranks of one call."""
 
     def __init__(self, count: int, call: bytes) -> None:
+        with system_call("epoll_create"):
+            self._selector = selectors.DefaultSelector()
         self._lease = serve_ranks(HOST)
         self._ranks: list[_Rank] = []
         self._cause: int | None = None
-        self._selector = selectors.DefaultSelector()
         try:
             for rank in range(count):
                 self._ranks.append(_Rank(rank, count, self._lease.server.port))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -17,6 +19,7 @@ from support.programs import start
 from support.warm_interpreter import CHILDREN, warm_executable, warm_python
 
 from dist2 import InvalidUsageError, PeerLostError, RanksFailedError, launch
+from dist2.errors import ResourceError
 from dist2.launch.meeting import rank_environment
 
 CALLS = """
@@ -161,6 +164,28 @@ def test_wrong_arguments_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(InvalidUsageError, match=r"pip install 'dist2\[launch\]'"):
         launch.local(lambda: None, 1)
+
+
+def test_no_session_is_ended_whose_number_may_be_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a rank that has ended, and whose end was asked for, another process may have the number."""
+    held, killpg = [], os.killpg
+
+    def noted(number: int, how: int) -> None:
+        held.append(Path(f"/proc/{number}").exists())
+        killpg(number, how)
+
+    monkeypatch.setattr(os, "killpg", noted)
+    assert launch.local(int, 2, 7) == [7, 7]
+    assert held == [True, True]
+
+
+def test_a_caller_without_a_free_descriptor_starts_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(socket, "socketpair", refuse)
+    with pytest.raises(ResourceError, match=r"a start of a rank failed: .*EMFILE.*ulimit -n"):
+        launch.local(int, 2, 7)
 
 
 def test_ranks_share_the_cores_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
