@@ -33,13 +33,14 @@ from typing import Any
 
 import attrs
 
-from dist2.errors import Dist2Error
+from dist2.errors import Dist2Error, ResourceError
 from dist2.launch.meeting import HOST, rank_environment, serve_ranks
 from dist2.runtime.config import child_environment, environment_value, temporary_folder
 from dist2.runtime.deadline import deadline_in, remaining_s
 from dist2.runtime.exit_report import VARIABLE, ExitReport, latest_incident, read_report
 from dist2.runtime.other_process import was_killed_by
 from dist2.runtime.rank_names import rank_names
+from dist2.runtime.resources import system_call
 
 GRACE_S = 5.0
 _CAUSE_S = 1.0
@@ -114,7 +115,13 @@ class Ranks:
 
     def _wait(self, signals: int) -> Ended:
         failed: Ended | None = None
-        self._start_ranks()
+        try:
+            self._start_ranks()
+        except ResourceError:
+            self._stop(self._processes)
+            self._lease.give_back()
+            self._reports.cleanup()
+            raise
         running = list(range(self._count))
         while running and failed is None and not self._signal:
             os.read(signals, _SIGNALS)  # until a rank has ended, or this process is told to stop
@@ -140,9 +147,10 @@ class Ranks:
         for rank in range(self._count):
             own = rank_environment(rank, self._count, self._lease.server.port)
             environment = child_environment({**self._common, **own, VARIABLE: str(self._report_of(rank))})
-            self._processes.append(
-                subprocess.Popen(self._command, env=environment, preexec_fn=lambda: _end_with(parent))
-            )
+            with system_call("a start of a rank"):
+                self._processes.append(
+                    subprocess.Popen(self._command, env=environment, preexec_fn=lambda: _end_with(parent))
+                )
 
     def _let_others_notice(self) -> None:
         """Give the other ranks a moment: a rank that sees the failure writes its part of the incident."""
@@ -252,7 +260,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 parser.exit(1, f"no store can be served for the ranks: {error}\n")
             if page is not None:
                 page.starts(ranks.meeting)
-            ended = ranks.wait()
+            try:
+                ended = ranks.wait()
+            except ResourceError as error:
+                parser.exit(1, f"not all ranks can be started: {error}\n")
             words = _summary(ended, attempt < given.max_restarts)
             if words:
                 sys.stderr.write(f"{words}\n")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.programs import Ended, processes_with, run, start
@@ -326,6 +327,26 @@ def test_a_host_without_its_loopback_address_is_told_without_a_traceback(
     said = capsys.readouterr().err
     assert said.startswith("no store can be served for the ranks: ")
     assert "it is no address of this machine" in said
+
+
+def test_where_not_all_ranks_can_be_started_none_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start_one(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        if started:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        started.append(popen(*arguments, **options))
+        return started[0]
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", start_one)
+    with pytest.raises(SystemExit) as ended:
+        main(["-n", "2", str(written(tmp_path, STAYING))])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith("not all ranks can be started: a start of a rank failed: ")
+    assert started[0].returncode is not None
 
 
 def test_a_program_from_standard_input_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

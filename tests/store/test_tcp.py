@@ -710,7 +710,7 @@ def test_an_addition_looks_no_longer_than_a_heartbeat_for_a_host_that_has_vanish
             patched.setattr(Connection, "attempt", attempt)
             with pytest.raises(StoreConnectionError, match="has not answered"):
                 store.add("count", 1)
-        assert [limit <= 2 for limit in limits] == [True]
+        assert [limit is not None and limit <= 2 for limit in limits] == [True]
 
 
 def test_a_server_that_ends_between_two_connections_is_gone() -> None:
