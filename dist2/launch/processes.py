@@ -219,10 +219,8 @@ class _Rank:
 
     def kill(self) -> None:
         """End it and its session."""
-        with suppress(ProcessLookupError, ChildProcessError):
-            os.waitid(
-                os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG
-            )  # is the number its own?
+        with suppress(ProcessLookupError, ChildProcessError):  # the number may be another process's
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.connection.close()
