@@ -54,7 +54,7 @@ class Usage:
 
     def forget(self) -> None:
         """Begin anew: the connections belong to the parent process."""
-        self.__init__()  # type: ignore[misc]
+        self.__init__()  # type: ignore[misc]  # as if it had just been made
 
     def replace_lock(self) -> None:
         """Let this process count: a thread of the parent may have held the lock."""
