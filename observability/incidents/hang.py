@@ -64,20 +64,20 @@ class HangRecorder:
 
     def look(self, found: Diagnosis) -> None:
         """Take note of a diagnosis of this rank: a wait that the one before has too is confirmed."""
-        now = {each.key: found.culprits for each in found.waiting} if found.has_reason else {}
+        now = _waits(found)
         new = {key for key, culprits in now.items() if self._before.get(key) == culprits}
         new -= self._confirmed
         self._before = now
         if new:
             self._confirmed |= set(now)
-            threading.Thread(target=self._confirm, name="dist2-incident", daemon=True).start()
+            threading.Thread(target=self._confirm, args=(new,), name="dist2-incident", daemon=True).start()
 
-    def _confirm(self) -> None:
-        """Ask all ranks; write the incident and carry out the policy, if the job still waits."""
+    def _confirm(self, keys: Set[Key]) -> None:
+        """Ask all ranks; write the incident and carry out the policy, if one of these waits goes on."""
         member, began = self._member, time.monotonic()
         answers = member.everyone(RANK_S, history=HISTORY, stacks=True, traffic=True)
         found = diagnose(answers, self._after_s)
-        if not found.waiting:
+        if not keys & _waits(found).keys():
             return
         folder = None
         if self._recording is not None:
@@ -177,6 +177,11 @@ class HangRecorder:
             return None
         recording.joined(path)
         return path
+
+
+def _waits(found: Diagnosis) -> dict[Key, tuple[int, ...]]:
+    """Return the operations that wait, each with the ranks to blame; none where no reason is known."""
+    return {each.key: found.culprits for each in found.waiting} if found.has_reason else {}
 
 
 def act(then: str, words: str, rank: int) -> None:

@@ -16,7 +16,7 @@ an idle operation is no deadlock. In a cycle with a message, the rank that made 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -135,6 +135,7 @@ class Diagnosis:
         cycles: Ranks that wait for each other in a circle, in sentences.
         divergences: The first number of each group under which members called different operations.
         silent: Ranks that did not answer, and why.
+        left: Those of them that no longer belong to the job: no rank that answers shares an open group.
         at_ns: Monotonic nanosecond at which the ranks were asked.
         took_s: How long that took.
     """
@@ -146,6 +147,7 @@ class Diagnosis:
     cycles: tuple[str, ...] = ()
     divergences: tuple[str, ...] = ()
     silent: Mapping[int, str] = attrs.field(factory=dict)
+    left: tuple[int, ...] = ()
     at_ns: int = 0
     took_s: float = 0.0
 
@@ -156,8 +158,9 @@ class Diagnosis:
 
     @property
     def has_reason(self) -> bool:
-        """Whether it tells why operations wait."""
-        return bool(self.culprits or self.cycles or self.divergences)
+        """Whether it tells why operations wait; a culprit that none waits for is no reason."""
+        missing = {missing.rank for each in self.waiting for missing in each.missing}
+        return bool(missing.intersection(self.culprits) or self.cycles or self.divergences)
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON has it."""
@@ -187,6 +190,7 @@ class Diagnosis:
             "cycles": list(self.cycles),
             "divergences": list(self.divergences),
             "silent": {str(rank): why for rank, why in self.silent.items()},
+            "left": list(self.left),
             "took_s": self.took_s,
         }
 
@@ -244,6 +248,7 @@ class _Diagnostician:
         self._answers = answers
         self._after_s = after_s
         self._states = {rank: each.state for rank, each in answers.items() if each.state is not None}
+        self._left = self._gone([rank for rank in answers if rank not in self._states])
         self._edges: dict[int, dict[int, Waiting]] = {}
         self._apart: list[int] = []
         self._idle = {
@@ -262,9 +267,10 @@ class _Diagnostician:
         odd = [] if blamed else self._odd_ones(waiting, found)
         divergences = tuple(self._divergences())
         silent = {rank: each for rank, each in self._answers.items() if each.state is None}
+        present = {rank: each for rank, each in silent.items() if rank not in self._left}
         unwell = [
             rank
-            for rank, each in silent.items()
+            for rank, each in present.items()
             if each.outside and (not each.runs or not (blamed or odd)) and rank not in blamed
         ]
         calls = [each for each in self._other_calls() if each.missing] if not waiting else []
@@ -277,7 +283,7 @@ class _Diagnostician:
         verdict += map(self._told_call, calls)
         verdict += [
             f"rank {rank}: {each.why_silent}"
-            for rank, each in silent.items()
+            for rank, each in present.items()
             if rank not in blamed and rank not in outside and not each.silence.startswith(ELSEWHERE)
         ]
         of_most = [each for each in calls if self._is_of_all(each)]
@@ -292,7 +298,20 @@ class _Diagnostician:
             cycles=tuple(self._told([*cycle, cycle[0]]) for cycle in found if not self._is_idle(cycle)),
             divergences=divergences,
             silent={rank: each.why_silent for rank, each in silent.items()},
+            left=self._left,
         )
+
+    def _gone(self, silent: Collection[int]) -> tuple[int, ...]:
+        """Return the silent ranks that share no open group with a rank that answers, if there is one.
+
+        The others have closed the group that all ranks were in, and go on in one that `shrink` has made.
+        """
+        if not silent or any(state.get("job_is_open", True) for state in self._states.values()):
+            return ()
+        groups = [group for state in self._states.values() for group in state["groups"].values()]
+        texts = {group["ranks"] for group in groups if group["state"] != "closed"}
+        members = {rank for text in texts for rank in ranks_of(text)}
+        return tuple(rank for rank in silent if rank not in members) if members else ()
 
     def _unseen(self, culprits: Iterable[int]) -> Iterator[str]:
         """Yield, once for all culprits, why it cannot be seen where they stand."""
@@ -550,7 +569,7 @@ class _Diagnostician:
     def _call_of(self, function: str, place: str, ranks: list[int]) -> Waiting:
         """Return a call as an operation without a group, which waits for the ranks outside of it."""
         states = [self._states[rank] for rank in ranks]
-        outside = sorted({*self._answers} - set(ranks))
+        outside = sorted({*self._answers} - set(ranks) - set(self._left))
         return Waiting(
             key=(f"{function} at {place}", max(len(each["groups"]) for each in states), False, -1),
             group="",

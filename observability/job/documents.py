@@ -16,6 +16,7 @@ def job_document(answers: Answers, found: Diagnosis, asked_rank: int, took_s: fl
     """Return the answer of `/job`."""
     trouble = found.document()
     waiting = {rank for each in found.waiting for rank in each.ranks}
+    answers = {rank: answer for rank, answer in answers.items() if rank not in found.left}
     return {
         "slow_step": slow_step(answers),
         "world_size": len(answers),

@@ -120,6 +120,7 @@ class Witness:
             "version": dist2_version(),
             "rank": rank,
             "world_size": None if info is None else info.world_size,
+            "job_is_open": info is None or info in self.metrics.statuses.open_groups(),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "process": self.process.text,

@@ -231,6 +231,33 @@ def test_a_silent_rank_that_runs_is_no_culprit_beside_one_that_is_missing_in_ano
     assert any(answers[1].why_silent in line for line in found.verdict), "it is told all the same"
 
 
+def test_a_silent_rank_that_the_others_have_shrunk_away_is_no_part_of_the_job() -> None:
+    ended = {"state": "", "words": "process 7 was killed by SIGKILL", "cause": ""}
+    old = {"name": "old", "ranks": "0-3", "state": "closed", "begun": 7, "recent": []}
+    new = {"name": "group-w", "ranks": "0,1,3", "state": "open", "begun": 5, "recent": []}
+    went_on = {"groups": {"w": new, "old": old}, "job_is_open": False}
+    inside = rank(5, operation(5), **went_on)
+    answers = dict.fromkeys((0, 1, 3), inside) | {2: Answer(silence=REFUSED, outside=ended)}
+    found = diagnose(answers, AFTER_S)
+    assert (found.culprits, found.left, found.has_reason) == ((), (2,), False)
+    assert found.verdict == (
+        "all_reduce #5 of group group-w is entered by all ranks and has not ended for 10.0 s",
+    )
+    assert diagnose({**dict.fromkeys((0, 1, 3), rank(5, **went_on)), 2: answers[2]}, AFTER_S).verdict == ()
+    failed = rank(5, groups={"w": new, "old": {**old, "state": "broken"}}, job_is_open=True)
+    found = diagnose({**answers, 3: failed}, AFTER_S)
+    assert (found.culprits, found.left) == ((2,), ()), "not yet"
+
+
+def test_a_culprit_that_no_operation_waits_for_is_no_reason_of_a_wait() -> None:
+    ended = {"state": "", "words": "process 7 was killed by SIGKILL", "cause": ""}
+    world = {"name": "world", "ranks": "0-2", "state": "open", "begun": 5, "recent": []}
+    pair = {"name": "group-w", "ranks": "0,1", "state": "open", "begun": 5, "recent": []}
+    inside = rank(5, operation(5), groups={"w": pair, "world": world})
+    found = diagnose({0: inside, 1: inside, 2: Answer(silence=REFUSED, outside=ended)}, AFTER_S)
+    assert (found.culprits, found.has_reason) == ((2,), False)
+
+
 def test_a_slow_rank_is_the_culprit_where_nothing_else_is_wrong() -> None:
     busy = {"state": "R", "words": "process 7 is running", "cause": "no lock"}
     found = diagnose({0: rank(5), 1: Answer(silence=f"{NO_ANSWER} 1.0 s", outside=busy)}, AFTER_S)

@@ -565,13 +565,35 @@ def test_a_wait_is_confirmed_by_a_second_look() -> None:
         hang.take_part({"folder": "", "why": "", "then": "reboot"})
 
 
+def test_a_wait_that_has_lost_its_reason_or_given_way_to_another_is_not_confirmed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    member = Asked()
+    hang: Any = HangRecorder(member, None, "abort", 1.0)  # type: ignore[arg-type]
+    entered = attrs.evolve(diagnosis(2, 8).waiting[0], missing=())
+    ended_elsewhere = Diagnosis(culprits=(2,), waiting=(entered,))
+    for seq, found in enumerate((ended_elsewhere, diagnosis(2, 99))):
+        monkeypatch.setattr(hang_policy, "diagnose", lambda answers, after_s, found=found: found)
+        hang.look(ended_elsewhere)
+        hang.look(ended_elsewhere)
+        assert not member.asked.acquire(blocking=False), "no rank is to blame for that wait"
+        hang.look(diagnosis(2, seq))
+        hang.look(diagnosis(2, seq))
+        assert member.asked.acquire(timeout=20)
+        wait_for(lambda: "dist2-incident" not in {thread.name for thread in threading.enumerate()})
+    assert not member.requests
+
+
 def test_a_rank_that_cannot_answer_does_not_hold_up_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     acted: list[str] = []
     monkeypatch.setattr(hang_policy, "diagnose", lambda answers, after_s: diagnosis(1, 7))
     monkeypatch.setattr(hang_policy, "act", lambda then, words, rank: acted.append(then))
     monkeypatch.setattr(instrument, "on_broken", [])
     member = Asked({1: Answer(silence="no answer within 1.0 s"), 2: Answer(state={})})
-    HangRecorder(member, None, "abort", 1.0)._confirm()  # type: ignore[arg-type]
+    hang: Any = HangRecorder(member, None, "abort", 1.0)  # type: ignore[arg-type]
+    for _ in range(2):
+        hang.look(diagnosis(1, 7))
+    wait_for(lambda: len(member.requests) == 2)
     assert [each["acts"] for each in member.requests] == [False, True]
     assert member.silent == [{1}, {1}]
     wait_for(lambda: acted == ["abort"])

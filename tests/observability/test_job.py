@@ -320,6 +320,40 @@ def test_a_neighbour_looks_at_a_silent_process(monkeypatch: pytest.MonkeyPatch) 
     assert silent["host"] == of_gone.host
 
 
+def test_a_rank_that_the_others_have_gone_on_without_is_no_part_of_the_job() -> None:
+    stage = Stage(3)
+    seen: dict[str, Any] = {}
+
+    def body(pg: ProcessGroup) -> None:
+        with observability.start(pg) as server:
+            stage.enter(pg, server)
+            until(lambda: get(server, "/job")[1]["answered"] == 3)
+            stage.all_there.wait(SOON_S)
+            if pg.rank() == 2:
+                server.close()
+            stage.all_there.wait(SOON_S)
+            smaller = pg.shrink(exclude=[2]) if pg.rank() != 2 else None
+            if pg.rank() == 0:
+                seen["before"] = get(server, "/job")[1], get(server, "/desync")[1]
+            stage.all_there.wait(SOON_S)
+            if smaller is not None:
+                pg.abort()
+                smaller.barrier()
+            stage.all_there.wait(SOON_S)
+            if pg.rank() == 0:
+                seen["after"] = get(server, "/job")[1], get(server, "/desync")[1]
+            stage.all_there.wait(SOON_S)
+
+    run_ranks(3, body, TENANTS[1])
+    job, desync = seen["before"]
+    assert [rank["state"] for rank in job["ranks"]] == ["ok", "ok", "silent"]
+    assert (desync["culprits"], desync["left"]) == ([2], [])
+    job, desync = seen["after"]
+    assert [(rank["rank"], rank["state"]) for rank in job["ranks"]] == [(0, "ok"), (1, "ok")]
+    assert (job["world_size"], job["verdict"], job["culprits"]) == (2, [], [])
+    assert (desync["verdict"], desync["culprits"], desync["left"]) == ([], [], [2])
+
+
 @pytest.mark.parametrize(("limit_s", "asked_s"), [(None, 1.0), (5.0, 1.0), (0.2, 0.2)])
 def test_job_says_that_an_operation_waits_as_soon_as_why_does(
     limit_s: float | None, asked_s: float, monkeypatch: pytest.MonkeyPatch
