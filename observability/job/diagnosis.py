@@ -16,7 +16,7 @@ an idle operation is no deadlock. In a cycle with a message, the rank that made 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +24,7 @@ import attrs
 
 from observability.job.answer import ELSEWHERE, Answers, State
 from observability.job.calls import fingerprints, text_of
-from observability.job.graph import cycles, longest_path_to
+from observability.job.graph import backwards, cycles, longest_path_to
 from observability.job.messages import owed
 from observability.job.rank_text import named, place_of, ranks_of
 
@@ -38,6 +38,9 @@ MAX_TOLD = 3
 SENTENCES = 3
 """Sentences of the verdict in a line of a log, or in an error."""
 MAX_WAITS = 256
+"""Operations that are told, and sentences about culprits; all operations are judged."""
+MAX_STEPS = 16
+"""Ranks of a chain that are named."""
 MAX_MISSING = 64
 """Missing ranks of one operation that are described one by one."""
 
@@ -130,7 +133,7 @@ class Diagnosis:
     Attributes:
         verdict: The culprits, in sentences; empty where no operation waits.
         culprits: Their ranks.
-        waiting: Operations that wait, the oldest first.
+        waiting: Operations that wait, the oldest first: of very many those for culprits or of most ranks.
         chains: Which rank waits for which, from a waiting rank to a culprit.
         cycles: Ranks that wait for each other in a circle, in sentences.
         divergences: The first number of each group under which members called different operations.
@@ -251,6 +254,12 @@ class _Diagnostician:
         self._left = self._gone([rank for rank in answers if rank not in self._states])
         self._edges: dict[int, dict[int, Waiting]] = {}
         self._apart: list[int] = []
+        self._described: dict[tuple[int, str], Missing] = {}
+        self._meeting: dict[tuple[str, str, int, int | None], set[int]] = defaultdict(set)
+        for rank, state in self._states.items():
+            for each in state["in_flight"]:
+                if each["p2p"]:
+                    self._meeting[each["uid"], each["op"], each["tag"], each["peer"]].add(rank)
         self._idle = {
             (key_of(each, rank), rank)
             for rank, state in self._states.items()
@@ -259,10 +268,15 @@ class _Diagnostician:
         }
 
     def diagnosis(self) -> Diagnosis:
-        waiting = self._waiting()
-        awaited = [each for each in waiting if any((each.key, rank) not in self._idle for rank in each.ranks)]
-        blamed, found = self._judged(awaited, with_idle=False)
-        if not blamed and not found:
+        inside = self._inside()
+        awaited = [key for key, callers in inside.items() if not all(each["idle"] for _, each in callers)]
+        waiting = self._waiting({key: inside.pop(key) for key in awaited})
+        blamed, found = self._judged(waiting, with_idle=False)
+        is_unexplained = not blamed and not found
+        idle = sorted(inside, key=lambda key: -inside[key][0][1]["age_s"])
+        told = idle if is_unexplained else idle[:MAX_WAITS]
+        waiting = _by_age([*waiting, *self._waiting({key: inside[key] for key in told})])
+        if is_unexplained:
             blamed, found = self._judged(waiting, with_idle=True)
         odd = [] if blamed else self._odd_ones(waiting, found)
         divergences = tuple(self._divergences())
@@ -275,11 +289,11 @@ class _Diagnostician:
         ]
         calls = [each for each in self._other_calls() if each.missing] if not waiting else []
         outside = {missing.rank for each in calls for missing in each.missing}
-        verdict = [self._blame(rank, waiting) for rank in blamed]
-        verdict += map(self._told_cycle, found)
+        verdict = self._blames(blamed, waiting)
+        verdict += map(self._told_cycle, found[:MAX_WAITS])
         verdict += [self._told_odd(rank, waiting) for rank in odd]
         verdict += divergences
-        verdict += self._stuck_inside(waiting)
+        verdict += list(self._stuck_inside(waiting))[:MAX_WAITS]
         verdict += map(self._told_call, calls)
         verdict += [
             f"rank {rank}: {each.why_silent}"
@@ -290,12 +304,15 @@ class _Diagnostician:
         self._apart += [missing.rank for each in of_most for missing in each.missing]
         culprits = sorted({*blamed, *odd, *unwell, *self._apart})
         verdict += self._unseen(culprits)
+        told = self._told_of(waiting, {*culprits})
         return Diagnosis(
             verdict=tuple(verdict),
             culprits=tuple(culprits),
-            waiting=tuple(waiting or of_most),
+            waiting=tuple(told or of_most),
             chains=tuple(self._chains(blamed)),
-            cycles=tuple(self._told([*cycle, cycle[0]]) for cycle in found if not self._is_idle(cycle)),
+            cycles=tuple(
+                self._told([*cycle, cycle[0]]) for cycle in found[:MAX_WAITS] if not self._is_idle(cycle)
+            ),
             divergences=divergences,
             silent={rank: each.why_silent for rank, each in silent.items()},
             left=self._left,
@@ -349,14 +366,26 @@ class _Diagnostician:
 
     # Which operation waits for which ranks
 
-    def _waiting(self) -> list[Waiting]:
+    def _inside(self) -> dict[Key, list[tuple[int, State]]]:
+        """Return the ranks inside of each operation that waits, with what they say of it."""
         inside: dict[Key, list[tuple[int, State]]] = defaultdict(list)
         for rank, state in self._states.items():
             for operation in state["in_flight"]:
                 if operation["age_s"] >= self._after_s:
                     inside[key_of(operation, rank)].append((rank, operation))
-        found = [self._waiting_of(key, callers) for key, callers in inside.items()]
-        return sorted(found, key=lambda each: -each.age_s)[:MAX_WAITS]
+        return inside
+
+    def _waiting(self, inside: Mapping[Key, list[tuple[int, State]]]) -> list[Waiting]:
+        return [self._waiting_of(key, callers) for key, callers in inside.items()]
+
+    @staticmethod
+    def _told_of(waiting: list[Waiting], culprits: Set[int]) -> list[Waiting]:
+        """Return the operations to tell, in their order: those for culprits and those of most ranks first."""
+
+        def importance(each: Waiting) -> tuple[bool, int]:
+            return any(missing.rank in culprits for missing in each.missing), len(each.ranks)
+
+        return _by_age(sorted(waiting, key=importance, reverse=True)[:MAX_WAITS])
 
     def _waiting_of(self, key: Key, callers: list[tuple[int, State]]) -> Waiting:
         rank, operation = callers[0]
@@ -425,20 +454,19 @@ class _Diagnostician:
 
     def _meets(self, peer: int, rank: int, operation: State) -> bool:
         """Whether a rank is in the call that a message of another one waits for."""
-        state = self._states.get(peer)
-        if state is None:
-            return False
         wanted = "recv" if operation["op"] == "send" else "send"
-        return any(
-            each["p2p"]
-            and (each["uid"], each["op"], each["tag"]) == (operation["uid"], wanted, operation["tag"])
-            and each["peer"] in (rank, None)
-            for each in state["in_flight"]
-        )
+        call = operation["uid"], wanted, operation["tag"]
+        return any(peer in self._meeting.get((*call, other), ()) for other in (rank, None))
 
     # Descriptions of a rank
 
     def _describe(self, rank: int, uid: str) -> Missing:
+        known = self._described.get((rank, uid))
+        if known is None:
+            known = self._described[rank, uid] = self._description(rank, uid)
+        return known
+
+    def _description(self, rank: int, uid: str) -> Missing:
         state = self._states.get(rank)
         if state is None:
             answer = self._answers.get(rank)
@@ -484,9 +512,18 @@ class _Diagnostician:
             parts.append(f"no thread of it waits for {what}, which is in flight")
         return "; ".join(parts) or "it is outside of any operation"
 
-    def _blame(self, rank: int, waiting: list[Waiting]) -> str:
-        waits = [each for each in waiting if any(missing.rank == rank for missing in each.missing)]
-        waits.sort(key=lambda each: -len(each.ranks))
+    def _blames(self, ranks: list[int], waiting: list[Waiting]) -> list[str]:
+        """Say of each rank which operations wait for it."""
+        waits: dict[int, list[Waiting]] = defaultdict(list)
+        for each in waiting:
+            for missing in each.missing:
+                waits[missing.rank].append(each)
+        more = len(ranks) - MAX_WAITS
+        told = [self._blame(rank, waits[rank]) for rank in ranks[:MAX_WAITS]]
+        return told + ([f"{more} more ranks are waited for"] if more > 0 else [])
+
+    def _blame(self, rank: int, waits: list[Waiting]) -> str:
+        waits = sorted(waits, key=lambda each: -len(each.ranks))
         first = waits[0]
         (missing,) = (missing for missing in first.missing if missing.rank == rank)
         alone = f"{missing.name} is waited for by {named(first.ranks)} in {first.title}"
@@ -527,8 +564,9 @@ class _Diagnostician:
 
     def _chains(self, culprits: list[int]) -> Iterator[str]:
         """Yield the path from a waiting rank to each culprit, where it is longer than one step."""
-        for culprit in culprits:
-            path = longest_path_to(self._edges, culprit)
+        before = backwards(self._edges)
+        for culprit in culprits[:MAX_WAITS]:
+            path = longest_path_to(culprit, before)
             if len(path) > 2:
                 yield self._told(path)
 
@@ -536,16 +574,18 @@ class _Diagnostician:
         steps = [
             f"rank {rank} waits for rank {other} in {self._edges[rank][other].title}"
             + (f" at {self._edges[rank][other].where}" if self._edges[rank][other].where else "")
-            for rank, other in pairwise(path)
+            for rank, other in pairwise(path[: MAX_STEPS + 1])
         ]
-        return ", ".join(steps)
+        more = len(path) - 1 - MAX_STEPS
+        return ", ".join([*steps, f"and so on, {more} more ranks"] if more > 0 else steps)
 
     def _odd_ones(self, waiting: list[Waiting], found: list[list[int]]) -> list[int]:
         """Return the ranks of cycles that are in an operation with fewer ranks than the others are in."""
-        in_cycles = {rank for cycle in found for rank in cycle if not self._is_idle(cycle)}
-        company = {
-            rank: max(len(each.ranks) for each in waiting if rank in each.ranks) for rank in sorted(in_cycles)
-        }
+        in_cycles = {rank for cycle in found if not self._is_idle(cycle) for rank in cycle}
+        company = dict.fromkeys(sorted(in_cycles), 0)
+        for each in waiting:
+            for rank in in_cycles.intersection(each.ranks):
+                company[rank] = max(company[rank], len(each.ranks))
         most = max(company.values(), default=0)
         fewest = [rank for rank, count in company.items() if count < most]
         return fewest if len(fewest) < most else []
@@ -612,6 +652,11 @@ class _Diagnostician:
 
 def _steps(cycle: list[int]) -> Iterable[tuple[int, int]]:
     return pairwise([*cycle, cycle[0]])
+
+
+def _by_age(waiting: Iterable[Waiting]) -> list[Waiting]:
+    """Return operations, the oldest first."""
+    return sorted(waiting, key=lambda each: -each.age_s)
 
 
 def _by_size(kinds: dict[str, list[int]]) -> list[tuple[str, list[int]]]:

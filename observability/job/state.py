@@ -111,8 +111,9 @@ class Witness:
         in_flight, main = self.in_flight(), self.look()
         if main["for_s"] >= AFTER_S and not in_flight:
             main["workers"] = self._workers.told(self.thread_id)
-        told = in_flight[:MAX_IN_FLIGHT]
-        awaited = awaited_of(told) if any(each.is_async for each in told) else set()
+        awaited = awaited_of(in_flight) if any(each.is_async for each in in_flight) else set()
+        idle = {each for each in in_flight if is_idle(each, awaited, main)}
+        told = _told(in_flight, idle)
         groups = _groups(statuses, self.recorder, history, now_ns)
         failures = [each for each in self.metrics.statuses.failures() if global_rank(each.group) == rank]
         return {
@@ -128,9 +129,7 @@ class Witness:
             "main": main,
             "groups": groups,
             "steps": [each.document(LATEST_STEPS) for each in steps.loops() if rank in (None, each.rank)][:4],
-            "in_flight": [
-                {**operation_state(each, now_ns), "idle": is_idle(each, awaited, main)} for each in told
-            ],
+            "in_flight": [{**operation_state(each, now_ns), "idle": each in idle} for each in told],
             "in_flight_count": len(in_flight),
             "failures": [
                 {"group": each.group.name, "call": each.call, "error": each.error, "message": each.message}
@@ -162,6 +161,12 @@ class Witness:
 def is_idle(operation: Operation, awaited: Collection[Operation], main: State) -> bool:
     """Whether no thread waits for an operation, as far as that can be seen: torch may wait in C++."""
     return operation.is_async and operation not in awaited and main["library"] not in WAIT_IN_CPP
+
+
+def _told(in_flight: list[Operation], idle: Collection[Operation]) -> list[Operation]:
+    """Return the operations to tell, oldest first: those that a thread waits for, collectives, the oldest."""
+    chosen = sorted(in_flight, key=lambda each: (each in idle, each.signature.kind.is_p2p))[:MAX_IN_FLIGHT]
+    return sorted(chosen, key=lambda each: each.created_ns)
 
 
 def _groups(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from observability.job.answer import ELSEWHERE, NO_ANSWER, NO_PART, Answer, how_ended
 from observability.job.calls import shorten
-from observability.job.diagnosis import Diagnosis, diagnose, waiting_in
+from observability.job.diagnosis import MAX_WAITS, Diagnosis, diagnose, waiting_in
 from observability.job.gathering import read_request
 from observability.job.rank_text import named, rank_text, ranks_of
 
@@ -341,6 +341,52 @@ def test_a_rank_that_polls_for_an_operation_waits_where_nothing_else_is_wrong() 
         2: rank(5, groups=late),
     }
     assert diagnose(chain, AFTER_S).culprits == (2,), "rank 1 waits, too"
+
+
+def test_receives_that_were_posted_in_advance_on_many_ranks_do_not_hide_what_all_wait_for() -> None:
+    everyone = f"0-{MAX_WAITS + 43}"
+    answers = {}
+    for number in range(MAX_WAITS + 44):
+        posted = operation(1, "recv", peer=(number or 300) - 1, idle=True, age_s=100.0 + number / 1000)
+        answers[number] = rank(5, posted, operation(5, age_s=60.0), ranks=everyone)
+    answers[7] = rank(4, posted, ranks=everyone)
+    found = diagnose(answers, AFTER_S)
+    assert found.culprits == (7,)
+    assert found.has_reason
+    assert len(found.waiting) == MAX_WAITS
+    assert [each.op for each in found.waiting].count("all_reduce") == 1
+
+
+def test_of_many_messages_only_the_ranks_at_the_ends_are_to_blame() -> None:
+    """Of 8 stages of a pipeline with 64 ranks each, all but the first wait for the stage before."""
+    everyone = "0-511"
+    answers = {number: rank(5, ranks=everyone) for number in range(64)}
+    for number in range(64, 512):
+        received = operation(6, "recv", peer=number - 64, age_s=60.0 + number * 7 % 64 / 64)
+        answers[number] = rank(5, received, ranks=everyone)
+    found = diagnose(answers, AFTER_S)
+    assert found.culprits == tuple(range(64))
+    assert len(found.waiting) == MAX_WAITS
+    assert {missing.rank for each in found.waiting for missing in each.missing} >= {*range(64)}
+
+
+def test_the_verdict_on_thousands_of_ranks_stays_short() -> None:
+    everyone = f"0-{4 * MAX_WAITS - 1}"
+    receives = {
+        number: rank(5, operation(6, "recv", peer=number + 2 * MAX_WAITS), ranks=everyone)
+        for number in range(2 * MAX_WAITS)
+    }
+    late = dict.fromkeys(range(2 * MAX_WAITS, 4 * MAX_WAITS), rank(5, ranks=everyone))
+    found = diagnose(receives | late, AFTER_S)
+    assert found.culprits == tuple(range(2 * MAX_WAITS, 4 * MAX_WAITS))
+    assert len(found.verdict) == MAX_WAITS + 1
+    assert found.verdict[-1] == f"{MAX_WAITS} more ranks are waited for"
+    ring = {
+        number: rank(5, operation(6, "recv", peer=(number + 1) % 300), ranks="0-299") for number in range(300)
+    }
+    (told,) = diagnose(ring, AFTER_S).verdict
+    assert told.startswith("deadlock: rank 0 waits for rank 1 in recv #6 of group group-w at job.py:6, ")
+    assert told.endswith(", and so on, 284 more ranks")
 
 
 def test_of_a_cycle_the_rank_that_made_fewer_calls_is_the_culprit() -> None:
