@@ -91,6 +91,7 @@ class Waiting:
         missing: The ranks that have not entered it, `MAX_MISSING` at most.
         more: How many others have not.
         differs: Whether the ranks inside called different operations under its number.
+        met: Of a message: the rank in the matching call; None if none is.
     """
 
     key: Key
@@ -103,6 +104,7 @@ class Waiting:
     missing: tuple[Missing, ...]
     more: int = 0
     differs: bool = False
+    met: int | None = None
 
     @property
     def title(self) -> str:
@@ -117,6 +119,9 @@ class Waiting:
         if not self.missing and self.differs:
             name = f"operation #{self.key[1]} of group {self.group}"
             return f"{name}, which differs between its ranks, has not ended for {age_s:.1f} s"
+        if self.met is not None:
+            ranks = f"of ranks {self.ranks[0]} and {self.met}"
+            return f"{self.title}, {ranks}, is entered by both and has not ended for {age_s:.1f} s"
         if not self.missing:
             return f"{self.title} is entered by all ranks and has not ended for {age_s:.1f} s"
         if len(self.missing) == 1:
@@ -184,6 +189,7 @@ class Diagnosis:
                     "age_s": each.age_s,
                     "more": each.more,
                     "differs": each.differs,
+                    "met": each.met,
                     "missing": [attrs.asdict(missing) for missing in each.missing],
                     "sentence": each.sentence(),
                 }
@@ -225,6 +231,7 @@ def waiting_in(document: dict[str, Any]) -> tuple[Waiting, ...]:
             ),
             more=int(each["more"]),
             differs=bool(each.get("differs", False)),  # likewise
+            met=each.get("met"),
         )
         for each in document["waiting"]
     )
@@ -293,7 +300,7 @@ class _Diagnostician:
         verdict += map(self._told_cycle, found[:MAX_WAITS])
         verdict += [self._told_odd(rank, waiting) for rank in odd]
         verdict += divergences
-        verdict += list(self._stuck_inside(waiting))[:MAX_WAITS]
+        verdict += list(self._stuck_inside(waiting, bool(divergences)))[:MAX_WAITS]
         verdict += map(self._told_call, calls)
         verdict += [
             f"rank {rank}: {each.why_silent}"
@@ -389,7 +396,11 @@ class _Diagnostician:
 
     def _waiting_of(self, key: Key, callers: list[tuple[int, State]]) -> Waiting:
         rank, operation = callers[0]
-        missing = self._missing_peers(rank, operation) if key[2] else self._missing_members(rank, operation)
+        met = self._met(rank, operation) if key[2] else None
+        if key[2]:
+            missing = [] if met is not None else self._peers(rank, operation)
+        else:
+            missing = self._missing_members(rank, operation)
         return Waiting(
             key=key,
             group=operation["group"],
@@ -401,6 +412,7 @@ class _Diagnostician:
             missing=tuple(self._describe(each, operation["uid"]) for each in missing[:MAX_MISSING]),
             more=max(0, len(missing) - MAX_MISSING),
             differs=len({each["fingerprint"] for _, each in callers}) > 1,
+            met=met,
         )
 
     def _members(self, rank: int, uid: str) -> list[int]:
@@ -441,22 +453,23 @@ class _Diagnostician:
         group = self._states[rank]["groups"].get(uid)
         return -1 if group is None else int(group["begun"])
 
-    def _missing_peers(self, rank: int, operation: State) -> list[int]:
-        """Return the peer of a message, unless it is in the matching call; all others for any source."""
-        peer = operation["peer"]
-        if peer is None:
-            return [
-                member
-                for member in self._members(rank, operation["uid"])
-                if member != rank and not self._meets(member, rank, operation)
-            ]
-        return [] if self._meets(peer, rank, operation) else [peer]
+    def _peers(self, rank: int, operation: State) -> list[int]:
+        """Return the peer of a message; all other members if it is a receive from any."""
+        if operation["peer"] is not None:
+            return [operation["peer"]]
+        return [member for member in self._members(rank, operation["uid"]) if member != rank]
 
-    def _meets(self, peer: int, rank: int, operation: State) -> bool:
-        """Whether a rank is in the call that a message of another one waits for."""
-        wanted = "recv" if operation["op"] == "send" else "send"
+    def _met(self, rank: int, operation: State) -> int | None:
+        """Return the rank in the call that a message waits for; None if none is."""
+        peer, wanted = operation["peer"], "recv" if operation["op"] == "send" else "send"
         call = operation["uid"], wanted, operation["tag"]
-        return any(peer in self._meeting.get((*call, other), ()) for other in (rank, None))
+        for other in (rank, None):
+            there = self._meeting.get((*call, other), set())
+            if peer in there:
+                return int(peer)
+            if peer is None and there:
+                return min(there)
+        return None
 
     # Descriptions of a rank
 
@@ -535,11 +548,20 @@ class _Diagnostician:
 
     # Divergences, chains, cycles
 
-    def _stuck_inside(self, waiting: list[Waiting]) -> Iterator[str]:
-        """Say which operations all ranks have entered and none has left; divergences are told elsewhere."""
+    def _stuck_inside(self, waiting: list[Waiting], is_told: bool) -> Iterator[str]:
+        """Say which operations all ranks have entered and none has left, a message once for both its ranks.
+
+        Args:
+            waiting: The operations that wait.
+            is_told: Whether those that differ between ranks are told elsewhere.
+        """
+        pairs = set()
         for each in waiting:
-            if not (each.missing or each.key[2] or each.differs):
-                yield each.sentence()
+            pair = each.key[0], frozenset((*each.ranks, each.met))
+            if each.missing or (each.differs and is_told) or (each.met is not None and pair in pairs):
+                continue
+            pairs.add(pair)
+            yield each.sentence()
 
     def _divergences(self) -> Iterator[str]:
         """Yield the first number of each group under which members called different things."""

@@ -201,6 +201,26 @@ def test_a_silent_member_is_a_culprit_with_what_is_seen_of_it() -> None:
     assert "state T" in found.verdict[0]
 
 
+@pytest.mark.parametrize("peer", [0, None], ids=["from rank 0", "from any"])
+def test_a_message_that_both_ends_have_entered_is_told(peer: int | None) -> None:
+    sent, received = operation(5, "send", peer=1), operation(4, "recv", peer=peer, age_s=9.0)
+    found = diagnose({0: rank(3, sent), 1: rank(3, received), 2: rank(3)}, AFTER_S)
+    told = "send #5 of group group-w, of ranks 0 and 1, is entered by both and has not ended for 10.0 s"
+    assert found.verdict == (told,), "once for both ends"
+    assert (found.culprits, found.has_reason) == ((), False)
+    document = found.document()
+    again = "recv #4 of group group-w, of ranks 1 and 0, is entered by both and has not ended for 9.0 s"
+    assert [each["sentence"] for each in document["waiting"]] == [told, again]
+    assert waiting_in(document) == found.waiting
+
+
+def test_an_operation_that_waits_is_never_without_a_verdict() -> None:
+    differs = [operation(5), operation(5, fingerprint="other")]  # the calls themselves are not told
+    found = diagnose({each: rank(5, call, ranks="0-1") for each, call in enumerate(differs)}, AFTER_S)
+    assert found.waiting
+    assert found.verdict
+
+
 def test_a_message_meets_only_the_matching_call() -> None:
     recv = operation(1, "recv", peer=1, tag=3)
     for there, waits in (

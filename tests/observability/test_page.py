@@ -123,6 +123,22 @@ TWO_CULPRITS = """async () => {
 }"""
 
 
+BOTH_INSIDE = """async () => {
+  const { showJob } = await import("/job.js");
+  const { get } = await import("/session.js"), job = await get("/job"), [one] = job.ranks;
+  const ages = { age_s: 60, call: "", where: "" };
+  const send = { ...ages, uid: "w", group: "w", op: "send", seq: 5, p2p: true, peer: 1 };
+  const recv = { ...send, op: "recv", seq: 4, peer: 0 };
+  showJob({ ...job, verdict: ["they are stuck"], culprits: [], waiting: [
+    { ...send, caller: 0, missing: [], more: 0 }, { ...recv, caller: 1, missing: [], more: 0 },
+  ], ranks: [
+    { ...one, rank: 0, state: "waiting", in_flight: [send] },
+    { ...one, rank: 1, state: "waiting", in_flight: [recv] },
+  ] }, 0, () => {}, () => {});
+  return ["#state-title", "#waits tbody"].map(place => document.querySelector(place).textContent);
+}"""
+
+
 HIDE_AND_SHOW = """() => {
   for (const hidden of [true, false]) {
     Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
@@ -379,6 +395,9 @@ def check_hang(page: Page) -> None:
     see(page, "#process-title", "One rank")
     assert page.locator("#rank").input_value() == "1"
     assert page.evaluate(TWO_CULPRITS) == "◀ The job waits for ranks 1, 2: rank 2 was killed by SIGSEGV"
+    title, rows = page.evaluate(BOTH_INSIDE)
+    assert title == "◷ Operations wait"
+    assert rows.count("none: all are inside") == 2
     assert page.evaluate(FIRST_OF_MANY) == "Show rank 18", (
         "of many ranks, the culprit is not below the screen"
     )
@@ -521,7 +540,7 @@ def test_thousands_of_ranks_fit_on_the_page(browser: str) -> None:
         see(page, "#flying-note", "256 older than a second; 32 are shown, those that miss a rank first")
         assert page.locator("#waits tbody tr").count() == 32
         missing = page.locator("#waits tbody tr td:nth-of-type(4)").all_inner_texts()
-        assert missing[:3] == ["rank 5", "rank 29", "none: data moves"]
+        assert missing[:3] == ["rank 5", "rank 29", "none: all are inside"]
         assert page.locator("#hosts i.waited-for").count() == 2
         assert page.locator("#grid thead th").all_inner_texts()[2:6] == ["tp-*", "pp-*", "dp-*", "world"]
         rows = page.locator("#grid tbody tr:not(.pad)")

@@ -34,9 +34,18 @@ def job_of(world_size: int, state: str = "run") -> dict[str, Any]:
         "took_s": 0.21,
         "verdict": verdict,
         "culprits": culprits,
-        "waiting": [],
+        "waiting": _waiting(ranks, culprits),
         "ranks": ranks,
     }
+
+
+def _waiting(ranks: list[dict[str, Any]], culprits: list[int]) -> list[dict[str, Any]]:
+    """Return what the ranks that are inside of an operation wait for."""
+    inside = {work["uid"]: work for rank in ranks for work in rank.get("in_flight", ())}
+    missing = {f"tp-{rank // TP}": [{"rank": rank}] for rank in culprits}
+    return [
+        {**work, "caller": -1, "missing": missing.get(uid, []), "more": 0} for uid, work in inside.items()
+    ]
 
 
 def _rank(rank: int, world_size: int, state: str, culprits: list[int]) -> dict[str, Any]:

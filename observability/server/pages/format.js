@@ -21,15 +21,6 @@ export function duration(seconds) {
 export const grouped = value => value.toLocaleString("en");
 export const plural = (n, word) => `${grouped(n)} ${word}${n === 1 ? "" : "s"}`;
 
-// "0-3,8-16:4" as the server writes sets of ranks.
-export function ranksOf(text) {
-  return text.split(",").filter(Boolean).flatMap(part => {
-    const [span, step] = part.split(":"), [first, last] = span.split("-").map(Number);
-    if (last === undefined) return [first];
-    return Array.from({ length: Math.floor((last - first) / (step ?? 1)) + 1 }, (_, i) => first + i * (step ?? 1));
-  });
-}
-
 export function ranges(ranks) {
   const parts = [];
   for (let i = 0; i < ranks.length;) {

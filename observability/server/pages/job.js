@@ -1,6 +1,6 @@
 // The whole job: the banner with the culprit, ranks x groups, operations in flight, errors.
 
-import { duration, grouped, named, plural, ranges, ranksOf } from "./format.js";
+import { duration, grouped, named, plural, ranges } from "./format.js";
 import { showHeat } from "./heat.js";
 import { $, list, setText, table } from "./table.js";
 
@@ -11,20 +11,15 @@ const STATES = {
 const answered = job => job.ranks.filter(rank => rank.state !== "silent");
 const keyOf = (work, rank) => JSON.stringify([work.uid, work.seq, work.p2p, work.p2p ? rank : -1]);
 
-// Operations in flight of all ranks, merged by group and number, the oldest first.
+// Operations in flight of all ranks, merged by group and number, the oldest first; those that wait with the ranks they miss.
 export function inFlight(job) {
-  const found = new Map(), begun = new Map();
+  const found = new Map(), waiting = new Map(job.waiting.map(each => [keyOf(each, each.caller), each]));
   for (const rank of answered(job)) {
-    for (const group of rank.groups) begun.set(`${group.uid} ${rank.rank}`, group);
     for (const work of rank.in_flight) {
       const key = keyOf(work, rank.rank), known = found.get(key);
       if (known) { known.inside.push(rank.rank); known.age_s = Math.max(known.age_s, work.age_s); }
-      else found.set(key, { ...work, inside: [rank.rank], members: ranksOf(rank.groups.find(group => group.uid === work.uid)?.ranks ?? "") });
+      else found.set(key, { ...work, inside: [rank.rank], waits: waiting.get(key), missing: waiting.get(key)?.missing.map(each => each.rank) ?? [] });
     }
-  }
-  for (const work of found.values()) {
-    work.missing = work.p2p ? (work.peer === null ? [] : [work.peer])
-      : work.members.filter(rank => !((begun.get(`${work.uid} ${rank}`)?.begun ?? -1) >= work.seq));
   }
   return [...found.values()].sort((a, b) => b.age_s - a.age_s);
 }
@@ -96,6 +91,11 @@ function showGrid(job, works, causes, chosen, choose) {
     : `${grouped(job.answered)} of ${plural(job.world_size, "rank")} answered within ${duration(job.took_s)}`);
 }
 
+function missingOf({ missing, waits }) {
+  if (!missing.length) return waits ? "none: all are inside" : "";
+  return named(missing) + (waits.more ? ` and ${grouped(waits.more)} more` : "");
+}
+
 function showInFlight(works) {
   table("waits", [
     { title: "Operation", header: true, mono: true }, { title: "Group", mono: true }, { title: "Age of its timeout" }, { title: "Inside" },
@@ -105,7 +105,7 @@ function showInFlight(works) {
     const timeout = work.timeout_s === undefined ? "" : ` of ${duration(work.timeout_s)}`;
     return [`${work.op} #${work.seq}`, work.group,
       { text: `${duration(work.age_s)}${timeout}`, tone, part: Math.round(50 * Math.min(1, work.age_s / (work.timeout_s || 60))) / 50 },
-      ranges(work.inside), { text: work.missing.length ? named(work.missing) : "none: data moves", tone: work.missing.length && old ? "bad" : "" },
+      ranges(work.inside), { text: missingOf(work), tone: work.missing.length && old ? "bad" : "" },
       work.call, work.where];
   }), "Nothing is in flight: no rank waits for another one.");
   const old = works.filter(work => work.age_s > OLD_S).length;
