@@ -420,24 +420,28 @@ class _Diagnostician:
         return [] if group is None else ranks_of(group["ranks"])
 
     def _missing_members(self, rank: int, operation: State) -> list[int]:
-        """Return the members that have not issued a collective, and members that do not answer.
+        """Return the members that have not issued a collective, and members of which that is not known.
 
-        A member that was merely too slow to answer may be inside: it counts only if no other one is missing.
+        A member that was merely too slow to answer, or has too many groups to tell of all, may be inside: it
+        counts only if no other one is missing.
         """
-        members = self._members(rank, operation["uid"])
-        silent = [
-            member
-            for member in members
-            if member not in self._states and not self._seen_inside(member, operation)
-        ]
+        uid = operation["uid"]
+        members = self._members(rank, uid)
+        known = {member for member in members if member in self._states and self._tells(member, uid)}
         late = [
-            member
-            for member in members
-            if member in self._states and self._begun(member, operation["uid"]) < operation["seq"]
+            member for member in members if member in known and self._begun(member, uid) < operation["seq"]
+        ]
+        unknown = [
+            member for member in members if member not in known and not self._seen_inside(member, operation)
         ]
         if late:
-            silent = [member for member in silent if self._cannot_answer(member)]
-        return sorted([*late, *silent])
+            unknown = [member for member in unknown if self._cannot_answer(member)]
+        return sorted([*late, *unknown])
+
+    def _tells(self, rank: int, uid: str) -> bool:
+        """Whether what a rank has said of a group is all: of very many groups it has left some out."""
+        state = self._states[rank]
+        return uid in state["groups"] or not state.get("groups_left_out")
 
     def _seen_inside(self, rank: int, operation: State) -> bool:
         """Whether a silent rank was seen in a collective by another one."""
@@ -447,7 +451,7 @@ class _Diagnostician:
     def _cannot_answer(self, rank: int) -> bool:
         """Whether a rank is known to be unable to answer, rather than slow."""
         answer = self._answers.get(rank)
-        return answer is None or answer.is_gone
+        return answer is None or (answer.state is None and answer.is_gone)
 
     def _begun(self, rank: int, uid: str) -> int:
         group = self._states[rank]["groups"].get(uid)
@@ -485,7 +489,7 @@ class _Diagnostician:
             answer = self._answers.get(rank)
             why = "it is unknown" if answer is None else answer.why_silent
             return Missing(rank, "" if answer is None else answer.seen.get(uid, ""), why, answers=False)
-        last, place = self._last(state, uid), place_of(rank, state, uid)
+        last, place = self._last(state, uid) if self._tells(rank, uid) else "", place_of(rank, state, uid)
         return Missing(rank, last, self._stands(rank), answers=True, place=place)
 
     def _last(self, state: State, uid: str) -> str:

@@ -107,14 +107,15 @@ class Witness:
         rank = None if info is None else global_rank(info)
         statuses = [
             each for each in self.metrics.statuses.groups() if rank is None or global_rank(each.info) == rank
-        ][:MAX_GROUPS]
+        ]
         in_flight, main = self.in_flight(), self.look()
         if main["for_s"] >= AFTER_S and not in_flight:
             main["workers"] = self._workers.told(self.thread_id)
         awaited = awaited_of(in_flight) if any(each.is_async for each in in_flight) else set()
         idle = {each for each in in_flight if is_idle(each, awaited, main)}
         told = _told(in_flight, idle)
-        groups = _groups(statuses, self.recorder, history, now_ns)
+        busy = {each.signature.group for each in told}
+        groups = _groups(statuses, busy, self.recorder, history, now_ns)
         failures = [each for each in self.metrics.statuses.failures() if global_rank(each.group) == rank]
         return {
             "protocol": PROTOCOL,
@@ -128,6 +129,7 @@ class Witness:
             "epoch_ns": time.time_ns(),
             "main": main,
             "groups": groups,
+            "groups_left_out": max(0, sum(each.is_open for each in statuses) - MAX_GROUPS),
             "steps": [each.document(LATEST_STEPS) for each in steps.loops() if rank in (None, each.rank)][:4],
             "in_flight": [{**operation_state(each, now_ns), "idle": each in idle} for each in told],
             "in_flight_count": len(in_flight),
@@ -170,19 +172,41 @@ def _told(in_flight: list[Operation], idle: Collection[Operation]) -> list[Opera
 
 
 def _groups(
-    statuses: list[GroupStatus], recorder: FlightRecorder, history: int, now_ns: int
+    statuses: list[GroupStatus],
+    busy: Collection[GroupInfo],
+    recorder: FlightRecorder,
+    history: int,
+    now_ns: int,
 ) -> dict[str, State]:
-    """Return the progress of each group by its uid; an open group hides closed ones of its uid."""
+    """Return the progress of each group by its uid; an open group hides closed ones of its uid.
+
+    Args:
+        statuses: Of the groups: open ones first. Of very many those are told that are open, have an operation
+            in flight, or were used last.
+        busy: Those with an operation in flight.
+        recorder: Remembers.
+        history: How many collectives of each group to tell.
+        now_ns: Monotonic nanosecond of the answer.
+    """
     recent: dict[GroupInfo, list[Operation]] = {status.info: [] for status in statuses}
+    used: dict[GroupInfo, int] = {}
     delivered = recorder.delivered()
     for operation in reversed(recorder.operations()):
+        used.setdefault(operation.signature.group, len(used))
         of_group = recent.get(operation.signature.group)
         if of_group is not None and len(of_group) < history and not operation.signature.kind.is_p2p:
             of_group.append(operation)
     issued = {each.info: each._get_sequence_number_for_group() for each in open_groups()}
     found: dict[str, State] = {}
+
+    def importance(status: GroupStatus) -> tuple[bool, bool, int]:
+        return status.is_open, status.info in busy, -used.get(status.info, len(used))
+
+    chosen = set(sorted(statuses, key=importance, reverse=True)[:MAX_GROUPS])
     for status in statuses:
         info = status.info
+        if status not in chosen:
+            continue
         last = recent[info]
         begun = max([issued.get(info, 0), *[each.seq for each in last[:1]]])
         if info.uid not in found:

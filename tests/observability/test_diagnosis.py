@@ -80,6 +80,14 @@ def test_a_group_that_one_member_closed_or_never_made() -> None:
     assert "never in this group" in found.verdict[1]
 
 
+def test_a_rank_of_which_not_all_groups_are_told_may_be_inside() -> None:
+    unknown, waiting = rank(4, groups={}, groups_left_out=6), rank(5, operation(5))
+    assert diagnose({0: waiting, 1: unknown, 2: rank(4)}, AFTER_S).culprits == (2,)
+    found = diagnose({0: waiting, 1: unknown, 2: waiting}, AFTER_S)
+    assert found.culprits == (1,), "nothing else is wrong"
+    assert "rank 1 is waited for by ranks 0, 2" in found.verdict[0], "what it did last is not known"
+
+
 def test_an_operation_that_all_have_entered_is_told() -> None:
     waiting = operation(5)
     found = diagnose({each: rank(5, waiting) for each in range(3)}, AFTER_S)
