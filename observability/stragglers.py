@@ -32,6 +32,10 @@ Of two ranks one is always the later one, so noise that lasts for seconds would 
 turn. Therefore a rank of a pair must also have been later than the other by `PAIR` times, in the last blocks
 and in all that are remembered.
 
+A rank that waits for a straggler in one group arrives late in its other groups. It is a *victim*, and not
+named there, if it was not late itself in the group where it waited, lost no more of the time than the
+straggler cost, and not all members of the other group waited as well.
+
 Nothing of this runs in an operation: it reads the flight recorder.
 """
 
@@ -63,6 +67,9 @@ SHARE = 0.1
 
 LEAST_S = 200e-6
 """Less than this is never late."""
+
+VICTIM = 1.25
+"""How many times the share of a straggler that of its victim may be: both are measured."""
 
 PAIR = 2.0
 """How many times as late as the other one a rank of two must be."""
@@ -355,28 +362,63 @@ class Ledger:
             telling: The ranks that have reported; by default all that ever have. Others are not judged, and
                 do not delay the verdict on these.
         """
-        found: list[Straggler] = []
         telling = self._errors if telling is None else telling
         for uid in [uid for uid in self._groups if uid not in self._listed]:
             del self._groups[uid]  # no rank has it any more
         self._listed.clear()
-        for uid, group in self._groups.items():
+        for group in self._groups.values():
             group.close(self._errors, telling)
-            stragglers = group.found = group.stragglers()
-            self._count(uid, group, stragglers)
-            found += stragglers.values()
+            group.found = group.stragglers()
+        self._clear_victims()
+        self._count()
+        found = [each for group in self._groups.values() for each in group.found.values()]
         return sorted(found, key=lambda each: (-each.share, each.rank))
 
-    def _count(self, uid: str, group: _GroupLedger, stragglers: Mapping[int, Straggler]) -> None:
-        """Count the lateness of stragglers: in the blocks that the verdict is based on, and later ones."""
-        for key in [key for key in self._counted if key[0] == uid and key[1] not in stragglers]:
-            del self._counted[key]
-        for rank in stragglers:
-            since = self._counted.get((uid, rank), group.ended - BLOCKS)
-            fresh = min(group.ended - since, len(group.blocks))
-            late_ns = sum(block.late_ns.get(rank, 0) for block in list(group.blocks)[-fresh:] if fresh)
-            self.late_s[rank] = self.late_s.get(rank, 0.0) + late_ns / 1e9
-            self._counted[uid, rank] = group.ended
+    def _clear_victims(self) -> None:
+        """Take back the verdicts on ranks that were late because they had waited in another group."""
+        causes = {
+            (uid, rank): self._causes(group, each)
+            for uid, group in self._groups.items()
+            for rank, each in group.found.items()
+        }
+        cleared: set[tuple[str, int]] = set()
+        known = {rank for (_, rank), others in causes.items() if not others}
+        while known:  # a victim has victims of its own
+            reached = {key for key, others in causes.items() if key not in cleared and others & known}
+            cleared |= reached
+            known = {rank for _, rank in reached}
+        for uid, group in self._groups.items():
+            group.found = {rank: each for rank, each in group.found.items() if (uid, rank) not in cleared}
+
+    def _causes(self, group: _GroupLedger, late: Straggler) -> set[int]:
+        """Return the stragglers that a straggler waited for in other groups, unlike all of its own."""
+        return {
+            rank
+            for other in self._groups.values()
+            if late.rank in other.members
+            and late.rank not in other.found
+            and not group.members <= other.members
+            for rank, each in other.found.items()
+            if late.share <= VICTIM * each.share
+        }
+
+    def _count(self) -> None:
+        """Count the lateness of stragglers: in the blocks that the verdict is based on, and later ones.
+
+        A rank that is late in several groups at a time costs once.
+        """
+        late_s: dict[int, float] = {}
+        counted: dict[tuple[str, int], int] = {}
+        for uid, group in self._groups.items():
+            for rank in group.found:
+                since = self._counted.get((uid, rank), group.ended - BLOCKS)
+                fresh = min(group.ended - since, len(group.blocks))
+                late_ns = sum(block.late_ns.get(rank, 0) for block in list(group.blocks)[-fresh:] if fresh)
+                late_s[rank] = max(late_s.get(rank, 0.0), late_ns / 1e9)
+                counted[uid, rank] = group.ended
+        self._counted = counted
+        for rank, each_s in late_s.items():
+            self.late_s[rank] = self.late_s.get(rank, 0.0) + each_s
 
     @property
     def operations(self) -> int:

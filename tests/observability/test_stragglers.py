@@ -124,6 +124,65 @@ def test_ranks_that_come_late_are_named_within_a_hundred_operations(
         assert [row["rank"] for row in job.ledger.ranking()][: len(late)] == [each.rank for each in found]
 
 
+MESH = {"tp-0": (0, 1), "tp-1": (2, 3), "dp-0": (0, 2), "dp-1": (1, 3)}
+"""Groups of a job with tensor and data parallelism."""
+
+
+def reports_of_mesh(steps: int, of_tensors: int, slow: Mapping[int, float]) -> dict[int, list[Entries]]:
+    """Return the entries of ranks whose steps take 100 ms, and more on slow ones."""
+    dice = random.Random(0)
+    now_s = dict.fromkeys(range(4), 1.0)
+    called: dict[tuple[str, int], list[tuple[int, int]]] = {
+        (group, rank): [] for group, ranks in MESH.items() for rank in ranks
+    }
+
+    def call(*groups: str) -> None:
+        for group in groups:
+            for rank in MESH[group]:
+                pairs = called[group, rank]
+                pairs.append((len(pairs) + 1, int(now_s[rank] * 1e9)))
+            end_s = max(now_s[rank] for rank in MESH[group]) + 1e-4
+            now_s.update(dict.fromkeys(MESH[group], end_s))
+
+    for _ in range(steps):
+        for _ in range(of_tensors):
+            for rank in now_s:
+                now_s[rank] += (dice.gauss(0.1, 0.001) + slow.get(rank, 0.0)) / of_tensors
+            call("tp-0", "tp-1")
+        call("dp-0", "dp-1")
+    return {
+        rank: [
+            Entries(group, group, ranks, tuple(called[group, rank]))
+            for group, ranks in MESH.items()
+            if rank in ranks
+        ]
+        for rank in now_s
+    }
+
+
+@pytest.mark.parametrize("of_tensors", [1, 4])
+@pytest.mark.parametrize("slow", [{1: 0.05}, {1: 0.05, 2: 0.05}, {}], ids=["one", "two", "none"])
+def test_a_rank_that_waited_in_another_group_is_no_straggler(of_tensors: int, slow: dict[int, float]) -> None:
+    ledger = Ledger()
+    for rank, entries in reports_of_mesh(400, of_tensors, slow).items():
+        ledger.take(rank, entries)
+    found = ledger.close()
+    assert {each.rank for each in found} == set(slow)
+    assert ledger.late_s.keys() == set(slow)
+    for late_s in ledger.late_s.values():
+        assert late_s < 400 * 0.055, "what is late in two groups costs once"
+
+
+def test_a_straggler_of_a_smaller_group_is_no_victim_of_one_in_a_group_that_all_are_in() -> None:
+    ledger = Ledger()
+    for rank in range(4):
+        world = tuple((seq, seq * 10**8 + (rank == 3) * 5 * 10**7) for seq in range(1, 400))
+        pair = tuple((seq, seq * 10**8 + 10**7 + (rank == 1) * 2 * 10**7) for seq in range(1, 400))
+        entries = [Entries("world", "world", (0, 1, 2, 3), world), Entries("pair", "pair", (0, 1), pair)]
+        ledger.take(rank, entries[: 1 + (rank < 2)])
+    assert [(each.rank, each.group) for each in ledger.close()] == [(3, "world"), (1, "pair")]
+
+
 def judged(job: Job) -> list[bool]:
     """Return which ranks are judged, in their order."""
     return [row["judged"] for row in sorted(job.ledger.ranking(), key=lambda row: row["rank"])]
