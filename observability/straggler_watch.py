@@ -134,6 +134,7 @@ class StragglerWatch:
                     if each is not None
                 },
                 "silent": {str(rank): why for rank, why in self.silent.items()},
+                "groups_left_out": self._ledger.left_out,
             }
 
     def _run(self) -> None:

@@ -80,7 +80,8 @@ ALPHA = 1e-6
 MAX_PENDING = 8192
 """Operations of each group that not all ranks have reported yet."""
 
-MAX_GROUPS = 64
+MAX_GROUPS = 256
+"""Groups that are judged, the largest ones: each keeps its blocks, of 8 ranks up to 0.25 MB."""
 
 NOBODY_KNOWN = Offset()
 
@@ -322,6 +323,7 @@ class Ledger:
 
     Attributes:
         late_s: By how much stragglers arrived late while they were known as such: seconds by rank.
+        left_out: How many groups are not judged, because there are too many.
     """
 
     def __init__(self) -> None:
@@ -331,6 +333,7 @@ class Ledger:
         self._listed: set[str] = set()
         self._counted: dict[tuple[str, int], int] = {}
         self.late_s: dict[int, float] = {}
+        self.left_out = 0
 
     def take(
         self, rank: int, entries: Iterable[Entries], offset: Offset = NOBODY_KNOWN, process: str = ""
@@ -349,8 +352,6 @@ class Ledger:
             self._listed.add(each.uid)
             known = self._groups.get(each.uid)
             if known is None:
-                if len(self._groups) >= MAX_GROUPS:
-                    del self._groups[next(iter(self._groups))]
                 known = self._groups[each.uid] = _GroupLedger(each.group, each.ranks, self._processes)
             if rank in known.members:
                 known.take(rank, each, offset)
@@ -363,9 +364,11 @@ class Ledger:
                 do not delay the verdict on these.
         """
         telling = self._errors if telling is None else telling
-        for uid in [uid for uid in self._groups if uid not in self._listed]:
-            del self._groups[uid]  # no rank has it any more
+        listed = [uid for uid in self._groups if uid in self._listed]  # the others no rank has any more
         self._listed.clear()
+        judged = sorted(listed, key=lambda uid: -len(self._groups[uid].ranks))[:MAX_GROUPS]
+        self._groups = {uid: self._groups[uid] for uid in judged}
+        self.left_out = len(listed) - len(judged)
         for group in self._groups.values():
             group.close(self._errors, telling)
             group.found = group.stragglers()

@@ -183,6 +183,37 @@ def test_a_straggler_of_a_smaller_group_is_no_victim_of_one_in_a_group_that_all_
     assert [(each.rank, each.group) for each in ledger.close()] == [(3, "world"), (1, "pair")]
 
 
+def looked_at_pairs(ledger: Ledger, pairs: int, looks: int) -> list[Straggler]:
+    """Return the stragglers of a job of pairs and a group of all, in which rank 3 is 20 ms late."""
+    found: list[Straggler] = []
+    for look in range(looks):
+        for rank in range(2 * pairs):
+            late_ns = 20_000_000 * (rank == 3)
+            numbers = range(100 * look + 1, 100 * look + 101)
+            called = tuple((seq, seq * 50_000_000 + late_ns) for seq in numbers)
+            pair = (rank // 2 * 2, rank // 2 * 2 + 1)
+            groups = {f"pair {rank // 2}": pair, "world": tuple(range(2 * pairs))}
+            ledger.take(rank, [Entries(name, name, ranks, called) for name, ranks in groups.items()])
+        found = ledger.close()
+    return found
+
+
+def test_a_straggler_of_a_job_of_many_groups_is_found() -> None:
+    ledger = Ledger()
+    found = looked_at_pairs(ledger, pairs=70, looks=2)
+    assert {(each.rank, each.group) for each in found} == {(3, "pair 1"), (3, "world")}
+    assert ledger.left_out == 0
+
+
+def test_of_too_many_groups_the_largest_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("observability.stragglers.MAX_GROUPS", 3)
+    ledger = Ledger()
+    found = looked_at_pairs(ledger, pairs=5, looks=3)
+    assert {(each.rank, each.group) for each in found} == {(3, "pair 1"), (3, "world")}
+    assert {row["group"] for row in ledger.ranking()} == {"world", "pair 0", "pair 1"}
+    assert ledger.left_out == 3
+
+
 def judged(job: Job) -> list[bool]:
     """Return which ranks are judged, in their order."""
     return [row["judged"] for row in sorted(job.ledger.ranking(), key=lambda row: row["rank"])]
