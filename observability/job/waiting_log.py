@@ -1,8 +1,10 @@
 """One log line for a wait of the whole job, by the rank that has diagnosed it, however many ranks wait.
 
 The line is repeated when the wait lasts a minute, and ten, and when ranks are the reason that it did not
-name. A last line tells that the wait is over: nobody asks for a diagnosis any more, as ranks do as long as
-they wait, or the program ends after it. The last lines are kept, for ``/job`` and ``/events``.
+name. A wait for other operations, none of which waited before, is another one, told with the first while it
+is short: in a slow job, ranks wait in every step. A last line tells that the wait is over: nobody asks for
+a diagnosis any more, as ranks do as long as they wait, or the program ends after it. The last lines are
+kept, for ``/job`` and ``/events``.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from observability.job.diagnosis import Diagnosis
+from observability.job.diagnosis import Diagnosis, Key
 
 AGAIN_S = (0.0, 60.0, 600.0)
 """Ages of a wait at which it is logged."""
@@ -43,7 +45,7 @@ class WaitingLog:
         self._since = self._heard = 0.0
         self._logged = 0
         self._culprits: tuple[int, ...] = ()
-        self._waiting: dict[str, int] = {}  # number of the collective that waits, by uid of the group
+        self._waiting: frozenset[Key] = frozenset()
         self.lines: deque[dict[str, Any]] = deque(maxlen=KEPT)
 
     def diagnosed(self, rank: int, found: Diagnosis) -> None:
@@ -53,11 +55,13 @@ class WaitingLog:
             if not found.waiting:
                 self._end(rank)
                 return
-            if not self._logged:
+            waiting = frozenset(each.key for each in found.waiting)
+            if not self._logged or not waiting & self._waiting:
+                self._logged = min(self._logged, 1)
                 self._since = now - max(each.age_s for each in found.waiting)
             self._over_after_s = self._quiet_s + self._rests * found.took_s
             self._heard, waited_s = now, now - self._since
-            self._waiting = {each.key[0]: each.key[1] for each in found.waiting if not each.key[2]}
+            self._waiting = waiting
             due = sum(waited_s >= age_s for age_s in AGAIN_S)
             if due == self._logged and set(found.culprits) <= set(self._culprits):
                 return
@@ -83,8 +87,8 @@ class WaitingLog:
         with self._lock:
             if self._logged:
                 last = completed()
-                mine = self._waiting.keys() & last.keys()
-                if mine and all(last[uid] >= self._waiting[uid] for uid in mine):
+                mine = {(uid, seq) for uid, seq, is_p2p, _ in self._waiting if not is_p2p and uid in last}
+                if mine and all(last[uid] >= seq for uid, seq in mine):
                     self._end(rank)
 
     def _end(self, rank: int) -> None:

@@ -12,9 +12,9 @@ from observability.job.diagnosis import Diagnosis, Missing, Waiting
 from observability.job.waiting_log import WaitingLog
 
 
-def waits(age_s: float, culprit: int = 2) -> Diagnosis:
+def waits(age_s: float, culprit: int = 2, seq: int = 7) -> Diagnosis:
     missing = (Missing(culprit, "", "it sleeps", answers=True),)
-    waiting = Waiting(("uid", 7, False, -1), "g", "barrier", "barrier()", "", (0, 1), age_s, missing)
+    waiting = Waiting(("uid", seq, False, -1), "g", "barrier", "barrier()", "", (0, 1), age_s, missing)
     return Diagnosis(verdict=("a", "b", "c", "d"), culprits=(culprit,), waiting=(waiting,))
 
 
@@ -47,6 +47,27 @@ def test_a_wait_is_logged_once_and_again_as_it_lasts(monkeypatch: pytest.MonkeyP
     assert [each.get("culprits") for each in records] == [[2], [3], [3], [3], None]
     kept = [(each["level"], each["message"], each.get("culprits")) for each in log.lines]
     assert kept == [(each["levelname"], each["event"], each.get("culprits")) for each in records]
+
+
+def test_short_waits_in_every_step_are_not_one_long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps take 10 s, of which the ranks wait for 5 s, and less than that passes until they ask again."""
+    clock = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    log = WaitingLog(quiet_s=16.0)
+    with logged() as records:
+        for step in range(80):
+            clock[0] += 10.0
+            log.look(0)
+            log.diagnosed(0, waits(5.0, seq=step))
+        clock[0] += 56.0
+        log.diagnosed(0, waits(61.0, seq=79))  # in the end one is long
+        clock[0] += 17.0
+        log.look(0)
+    assert [(each["levelname"], each["event"]) for each in records] == [
+        ("WARNING", "the job waits for 5.0 s: a; b; c"),
+        ("WARNING", "the job waits for 61.0 s: a; b; c"),
+        ("WARNING", "the job goes on, after a wait of about 61.0 s"),
+    ]
 
 
 @pytest.mark.parametrize(("completed", "is_over"), [({"uid": 7}, True), ({"uid": 6}, False), ({}, False)])
