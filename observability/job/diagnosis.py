@@ -281,8 +281,9 @@ class _Diagnostician:
         blamed, found = self._judged(waiting, with_idle=False)
         is_unexplained = not blamed and not found
         idle = sorted(inside, key=lambda key: -inside[key][0][1]["age_s"])
-        told = idle if is_unexplained else idle[:MAX_WAITS]
-        waiting = _by_age([*waiting, *self._waiting({key: inside[key] for key in told})])
+        if not is_unexplained:
+            idle = idle[:MAX_WAITS]
+        waiting = _by_age([*waiting, *self._waiting({key: inside[key] for key in idle})])
         if is_unexplained:
             blamed, found = self._judged(waiting, with_idle=True)
         odd = [] if blamed else self._odd_ones(waiting, found)

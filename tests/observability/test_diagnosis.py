@@ -263,7 +263,7 @@ def test_a_silent_rank_that_the_others_have_shrunk_away_is_no_part_of_the_job() 
     ended = {"state": "", "words": "process 7 was killed by SIGKILL", "cause": ""}
     old = {"name": "old", "ranks": "0-3", "state": "closed", "begun": 7, "recent": []}
     new = {"name": "group-w", "ranks": "0,1,3", "state": "open", "begun": 5, "recent": []}
-    went_on = {"groups": {"w": new, "old": old}, "job_is_open": False}
+    went_on: dict[str, Any] = {"groups": {"w": new, "old": old}, "job_is_open": False}
     inside = rank(5, operation(5), **went_on)
     answers = dict.fromkeys((0, 1, 3), inside) | {2: Answer(silence=REFUSED, outside=ended)}
     found = diagnose(answers, AFTER_S)
