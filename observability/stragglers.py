@@ -406,7 +406,7 @@ class Ledger:
         }
 
     def _count(self) -> None:
-        """Count the lateness of stragglers: in the blocks that the verdict is based on, and later ones.
+        """Count the lateness of stragglers: in the last `BLOCKS` before they were found, and later ones.
 
         A rank that is late in several groups at a time costs once.
         """

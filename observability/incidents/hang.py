@@ -73,6 +73,13 @@ class HangRecorder:
             threading.Thread(target=self._confirm, args=(new,), name="dist2-incident", daemon=True).start()
 
     def _confirm(self, keys: Set[Key]) -> None:
+        try:
+            self._carry_out(keys)
+        except Exception:  # such as a lack of descriptors: the next look may have more luck
+            self._confirmed -= keys
+            log.warning("a wait of the job cannot be confirmed", exc_info=True)
+
+    def _carry_out(self, keys: Set[Key]) -> None:
         """Ask all ranks; write the incident and carry out the policy, if one of these waits goes on."""
         member, began = self._member, time.monotonic()
         answers = member.everyone(RANK_S, history=HISTORY, stacks=True, traffic=True)

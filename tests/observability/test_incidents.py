@@ -584,6 +584,27 @@ def test_a_wait_that_has_lost_its_reason_or_given_way_to_another_is_not_confirme
     assert not member.requests
 
 
+def test_a_wait_that_could_not_be_confirmed_is_confirmed_at_a_later_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(answers: object, after_s: float) -> Diagnosis:
+        raise RuntimeError("can't start new thread")
+
+    member = Asked()
+    hang: Any = HangRecorder(member, None, "abort", 1.0)  # type: ignore[arg-type]
+    monkeypatch.setattr(hang_policy, "diagnose", refuse)
+    with logged() as logs:
+        for _ in range(2):
+            hang.look(diagnosis(2, 8))
+        for _ in range(2):
+            assert member.asked.acquire(timeout=20)
+            wait_for(lambda: "dist2-incident" not in {thread.name for thread in threading.enumerate()})
+            hang.look(diagnosis(2, 8))
+        assert member.asked.acquire(timeout=20)
+        wait_for(lambda: "dist2-incident" not in {thread.name for thread in threading.enumerate()})
+    assert [each["event"] for each in logs] == ["a wait of the job cannot be confirmed"] * 3
+
+
 def test_a_rank_that_cannot_answer_does_not_hold_up_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     acted: list[str] = []
     monkeypatch.setattr(hang_policy, "diagnose", lambda answers, after_s: diagnosis(1, 7))
