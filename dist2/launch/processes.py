@@ -140,12 +140,12 @@ class _Rank:
     def __init__(self, rank: int, count: int, port: int) -> None:
         self.rank = rank
         with system_call("a start of a rank"):
-            self._start(rank, count, port)
+            self._open(rank, count, port)
         self.answer: tuple[bool, Any] | None = None
         self.end = -1
         self._rest: dict[str, bytes] = {}
 
-    def _start(self, rank: int, count: int, port: int) -> None:
+    def _open(self, rank: int, count: int, port: int) -> None:
         ours, theirs = socket.socketpair()
         variables = {**rank_environment(rank, count, port), "PYTHONUNBUFFERED": "1"}
         with ours, theirs:

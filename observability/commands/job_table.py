@@ -19,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dist2.cli.bench.sizes import rate_text, time_text
-from observability.job.diagnosis import Key, key_of
 from observability.job.rank_text import named
+from observability.job.verdict import Key, key_of
 
 Document = Mapping[str, Any]
 

@@ -40,10 +40,10 @@ from observability.flight_recorder import Recording, encode, global_rank
 from observability.flight_recorder import instrument as recorder
 from observability.incidents import folders
 from observability.job.answer import Answers
-from observability.job.diagnosis import Diagnosis
 from observability.job.documents import job_document, stack_rows
 from observability.job.stacks import MAX_FRAMES, kernel_view, look_at_pid, stacks
 from observability.job.state import HISTORY, Witness
+from observability.job.verdict import Diagnosis
 from observability.job.workers import told_workers
 from observability.tracing import timeline_of
 

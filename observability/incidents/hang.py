@@ -27,9 +27,10 @@ from observability.flight_recorder import instrument as recorder
 from observability.incidents import folders
 from observability.incidents.recording import Recording
 from observability.job.answer import RANK_S, Answers
-from observability.job.diagnosis import Diagnosis, Key, diagnose
+from observability.job.diagnosis import diagnose
 from observability.job.member import Member
 from observability.job.state import HISTORY
+from observability.job.verdict import Diagnosis, Key
 
 EXIT_CODE = 86
 """Exit code of a rank that ``DIST2_ON_HANG=exit`` ends."""

@@ -50,8 +50,8 @@ from observability.metrics import instrument as metrics
 
 if TYPE_CHECKING:
     from observability.job.answer import Answer
-    from observability.job.diagnosis import Diagnosis
     from observability.job.state import Witness
+    from observability.job.verdict import Diagnosis
 
 PART_S = 5.0
 """How long a rank may take to write its part, once it has found the folder."""
@@ -270,7 +270,7 @@ class Waits:
     def _act(self, folder: folders.Folder, job: GroupInfo, until: float) -> None:
         """Carry out the policy, once the first rank of the host has written its verdict."""
         from observability.incidents.hang import act, reason
-        from observability.job.diagnosis import SENTENCES
+        from observability.job.verdict import SENTENCES
 
         verdict = folder.path / VERDICT
         while not verdict.exists() and folder.path.exists() and time.monotonic() < until:

@@ -6,8 +6,8 @@ from collections.abc import Collection
 from typing import Any
 
 from observability.job.answer import Answer, Answers, State
-from observability.job.diagnosis import Diagnosis
 from observability.job.steps import slow_step
+from observability.job.verdict import Diagnosis
 
 MAX_EVENTS = 32
 

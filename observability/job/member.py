@@ -22,7 +22,7 @@ from observability.flight_recorder import FlightRecorder, global_rank
 from observability.frames import no_collection
 from observability.job.answer import RANK_S, Answer, how_ended
 from observability.job.calls import shorten
-from observability.job.diagnosis import Diagnosis, Key, diagnose
+from observability.job.diagnosis import diagnose
 from observability.job.directory import Directory, Entry, hubs_of
 from observability.job.documents import job_document, stack_rows
 from observability.job.gathering import Gatherer, misread, process_seen, seen_from_outside
@@ -30,6 +30,7 @@ from observability.job.lines import Line, encoded
 from observability.job.rank_text import named
 from observability.job.stacks import stacks
 from observability.job.state import HISTORY, PROTOCOL, Witness
+from observability.job.verdict import Diagnosis, Key
 from observability.metrics import Metrics
 
 if TYPE_CHECKING:

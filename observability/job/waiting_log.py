@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from observability.job.diagnosis import Diagnosis, Key
+from observability.job.verdict import Diagnosis, Key
 
 AGAIN_S = (0.0, 60.0, 600.0)
 """Ages of a wait at which it is logged."""

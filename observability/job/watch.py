@@ -31,11 +31,12 @@ from dist2.operation.record import Operation
 from observability.client import Asker
 from observability.flight_recorder import global_rank
 from observability.job.answer import RANK_S
-from observability.job.diagnosis import DIST2S, Key, Waiting, waiting_in
+from observability.job.diagnosis import DIST2S
 from observability.job.directory import hubs_of
 from observability.job.foreign_stacks import memory
 from observability.job.member import Member, entry_of
 from observability.job.state import where_of
+from observability.job.verdict import Key, Waiting, waiting_in
 from observability.job.waiting_log import WaitingLog
 from observability.metrics import OTHER
 

@@ -26,8 +26,8 @@ from dist2.security.refusals import refusals
 from observability import metrics as module
 from observability.exposition import registry_of
 from observability.flight_recorder import FlightRecorder
-from observability.job.diagnosis import Missing, Waiting
 from observability.job.member import Member
+from observability.job.verdict import Missing, Waiting
 from observability.job.watch import MAX_LABELLED, Wait, WaitingCollector, Watch
 from observability.metrics import (
     LARGER,

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from observability.job.answer import ELSEWHERE, NO_ANSWER, NO_PART, Answer, how_ended
 from observability.job.calls import shorten
-from observability.job.diagnosis import MAX_WAITS, Diagnosis, diagnose, waiting_in
+from observability.job.diagnosis import MAX_WAITS, diagnose
 from observability.job.gathering import read_request
 from observability.job.rank_text import named, rank_text, ranks_of
+from observability.job.verdict import Diagnosis, waiting_in
 
 AFTER_S = 1.0
 REFUSED = "its control plane is gone: connection refused"

@@ -30,8 +30,8 @@ from observability.commands.control_plane import NO_ANSWER, ControlPlane, NoAnsw
 from observability.commands.top import JobFeed
 from observability.incidents import folders
 from observability.incidents.recording import Recording
-from observability.job.diagnosis import Diagnosis
 from observability.job.directory import Entry
+from observability.job.verdict import Diagnosis
 from observability.server import job_page
 from observability.server.job_page import JobPage
 

@@ -45,8 +45,8 @@ from observability.incidents.hang import EXIT_CODE, HangRecorder
 from observability.incidents.reading import Incident
 from observability.incidents.recording import Recording
 from observability.job.answer import Answer
-from observability.job.diagnosis import Diagnosis, Missing, Waiting
 from observability.job.directory import Entry
+from observability.job.verdict import Diagnosis, Missing, Waiting
 
 INPROC = Tenant("inproc", "socket", {"transport": "inproc"})
 

@@ -19,7 +19,7 @@ from support.fake_groups import FakeGroup, info_of
 
 import dist2
 from dist2.errors import InvalidUsageError, PeerLostError
-from observability.job.diagnosis import Diagnosis, Waiting
+from observability.job.verdict import Diagnosis, Waiting
 from observability.job.waiting_log import WaitingLog
 from observability.opentelemetry import SpanInstrument, observe_metrics
 

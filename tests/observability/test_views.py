@@ -20,7 +20,7 @@ import dist2
 import observability
 from dist2.errors import PeerLostError
 from dist2.operation.kinds import OpKind
-from observability.job.diagnosis import Diagnosis, Missing, Waiting
+from observability.job.verdict import Diagnosis, Missing, Waiting
 from observability.metrics import Metrics
 from observability.server import events, history
 from observability.server.history import History

@@ -8,7 +8,7 @@ import attrs
 import pytest
 from support.captured_logs import logged
 
-from observability.job.diagnosis import Diagnosis, Missing, Waiting
+from observability.job.verdict import Diagnosis, Missing, Waiting
 from observability.job.waiting_log import WaitingLog
 
 
