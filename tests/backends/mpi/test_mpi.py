@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from support.programs import ROOT, Ended, run
-from support.warm_interpreter import warm_python
+from support.warm_interpreter import whole_python
 
 from dist2.backends.mpi.communicator import _created
 from dist2.cli.bench.peers import MPICH, OPEN_MPI, Launcher, Peer, launcher
@@ -51,7 +51,7 @@ def run_alone(text: str, **variables: str) -> Ended:
     folder = environment.get("LD_LIBRARY_PATH", "").partition(":")[0]
     # A forked interpreter does not read the variable; mpi4py takes a library that is loaded.
     load = f"import ctypes; ctypes.CDLL({folder + '/libmpi.so.12'!r})\n" if folder else ""
-    return run([*warm_python(), "-c", load + text], variables={**environment, **variables})
+    return run([*whole_python(), "-c", load + text], variables={**environment, **variables})
 
 
 @LIBRARIES
