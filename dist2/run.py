@@ -110,18 +110,18 @@ class Ranks:
 
     def wait(self) -> Ended:
         """Start the ranks, and wait until all have ended; end the others once one has failed."""
-        with self._heeding_signals() as signals:
-            return self._wait(signals)
+        with self._heeding_signals() as signals, self._reports:
+            try:
+                failed = self._first_failure(signals)
+            finally:
+                self._stop([process for process in self._processes if process.poll() is None])
+                self._lease.give_back()
+            return Ended(0) if failed is None else attrs.evolve(failed, incident=self._incident())
 
-    def _wait(self, signals: int) -> Ended:
+    def _first_failure(self, signals: int) -> Ended | None:
+        """Start the ranks, and wait until one has failed, or all have ended."""
         failed: Ended | None = None
-        try:
-            self._start_ranks()
-        except ResourceError:
-            self._stop(self._processes)
-            self._lease.give_back()
-            self._reports.cleanup()
-            raise
+        self._start_ranks()
         running = list(range(self._count))
         while running and failed is None and not self._signal:
             os.read(signals, _SIGNALS)  # until a rank has ended, or this process is told to stop
@@ -135,12 +135,7 @@ class Ranks:
             self._let_others_notice()
         if self._signal:
             failed = Ended(128 + self._signal, stopped=True)
-        self._stop([process for process in self._processes if process.poll() is None])
-        self._lease.give_back()
-        if failed is not None:
-            failed = attrs.evolve(failed, incident=self._incident())
-        self._reports.cleanup()
-        return failed or Ended(0)
+        return failed
 
     def _start_ranks(self) -> None:
         parent = os.getpid()

@@ -128,9 +128,7 @@ def new_group(
     checked_device = _device(device)
     check_names(name, desc)
     verified = check_verify(verify)
-    if check_nan is not None and not isinstance(check_nan, bool):
-        raise InvalidUsageError(f"check_nan must be a bool, got {check_nan!r} ({type(check_nan).__name__})")
-    checks_nan = environment_flag(_NAN_CHECK, False) if check_nan is None else check_nan
+    checks_nan = _checks_nan(check_nan)
     factory = None if registered_factory(backend) is not None else builtin_factory(backend)
     if verified:
         check_completes_on_host(backend, verified, getattr(factory, "natively_async", False))
@@ -172,6 +170,14 @@ def new_group(
         )
         spec = GroupSpec(info, scoped, timeout_s, checked_device, options, "", checks_nan, verified)
         return _group(spec, _built(spec))
+
+
+def _checks_nan(check_nan: object) -> bool:
+    if check_nan is None:
+        return environment_flag(_NAN_CHECK, False)
+    if not isinstance(check_nan, bool):
+        raise InvalidUsageError(f"check_nan must be a bool, got {check_nan!r} ({type(check_nan).__name__})")
+    return check_nan
 
 
 def _check_backend(factory: object, device: torch.device, options: Mapping[str, object]) -> None:

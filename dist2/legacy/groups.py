@@ -69,7 +69,7 @@ def new_group(
     name = None
     if not use_local_synchronization:
         worlds.of(parent.pg).made += 1
-        name = f"{parent.pg.group_name}/{_count(parent.pg, 'legacy')}"
+        name = f"{parent.pg.group_name}/{parent.pg._count_subgroup('legacy')}"
     if parent.pg.rank() not in chosen:
         return NON_GROUP_MEMBER
     if backend is None and pg_options is None:
@@ -114,13 +114,6 @@ def _cuts_in(cuts: object, argument: str) -> list[list[int]]:
     return [_ranks_in(ranks, f"{argument}[{place}]") for place, ranks in enumerate(cuts)]
 
 
-def _count(parent: ProcessGroup, label: str) -> int:
-    """Return how many groups of a label were made of a group before, on which its members agree."""
-    counts = parent._subgroup_counts
-    counts[label] = counts.get(label, 0) + 1
-    return counts[label] - 1
-
-
 def _opened(
     parent: ProcessGroup,
     ranks: Sequence[int],
@@ -131,7 +124,7 @@ def _opened(
     options: Mapping[str, Any],
 ) -> ProcessGroup:
     """Return a group on a separate backend: its members meet at the parent's store."""
-    nth = _count(parent, f"new{tuple(ranks)}")
+    nth = parent._count_subgroup(f"new{tuple(ranks)}")
     info = members.subgroup(parent.info, ranks, nth, "new", name, desc)
     spec = attrs.evolve(
         parent.spec,

@@ -118,8 +118,13 @@ class Subgroups(GroupParts):
         label = f"{kind}{ranks}"
         if self.info.rank in ranks:
             self._runner.check_open()
-            self._subgroup_counts[label] = self._subgroup_counts.get(label, 0) + 1
+            self._count_subgroup(label)
         return self._open_subgroup(ranks, kind, self._subgroup_counts.get(label, 0) - 1, timeout, name, desc)
+
+    def _count_subgroup(self, label: str) -> int:
+        """Count a group that is made of this one; return how many of its label there were before."""
+        self._subgroup_counts[label] = self._subgroup_counts.get(label, 0) + 1
+        return self._subgroup_counts[label] - 1
 
     def _open_subgroup(
         self,

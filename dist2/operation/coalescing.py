@@ -111,11 +111,3 @@ class BatchWork(Work):
             return super().wait(timeout)
         self._batch.wait()
         return True
-
-    def synchronize(self) -> None:
-        """Wait for each operation."""
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        """Wait for each operation."""
-        self.wait()

@@ -68,14 +68,6 @@ class StreamWork(Work):
             return ordered.exception()
         return super().exception()
 
-    def synchronize(self) -> None:
-        """Have the caller's current stream wait."""
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        """Have the caller's current stream wait."""
-        self.wait()
-
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Return a torch future of the output tensors; its callbacks run in the order of the stream."""
         future = None if self.ordered is None else self.ordered.future(self.outputs)

@@ -190,7 +190,7 @@ class Work:
         return self._pending.exception()
 
     def synchronize(self) -> None:
-        """Wait: on a CPU there is no stream to order behind.
+        """Wait, as `wait` does: on a CPU there is no stream to order behind.
 
         Examples:
             >>> pg.all_reduce(torch.ones(2), async_op=True).synchronize()
@@ -198,7 +198,7 @@ class Work:
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Wait: on a CPU the caller is the stream.
+        """Wait, as `wait` does: on a CPU the caller is the stream.
 
         Examples:
             >>> pg.all_reduce(torch.ones(2), async_op=True).block_current_stream()

@@ -145,13 +145,11 @@ class RendezvousSession:
 
     def stay_away(self, words: str) -> None:
         """Tell the other ranks, which meet once more, why this process does not come as this rank."""
-        if self._lock.acquire(blocking=False):  # else it is coming
-            try:
+        with lock_with_timeout(self._lock, 0.0) as mine:
+            if mine:  # else it is coming
                 store = self._open(Deadline.after(_TELL_S))
                 self._rounds += 1  # as if it had come
                 object_to(PrefixStore(f"dist2/{self._generation}/{self._rounds}", store), words)
-            finally:
-                self._lock.release()
 
     def _new_request(self) -> JoinRequest:
         return JoinRequest(Process.here(), {"world_size": str(self._world_size)})
@@ -499,9 +497,17 @@ def session_of(endpoint: Endpoint, rank: int, world_size: int) -> RendezvousSess
 
 def met_at(endpoint: Endpoint) -> dict[tuple[int, int], bool]:
     """Return the rank and world size of each session here that has met, and whether its store is open."""
+    return {
+        ranks: session._opened is not None and session._opened() is not None
+        for ranks, session in _met(endpoint).items()
+    }
+
+
+def _met(endpoint: Endpoint) -> dict[tuple[int, int], RendezvousSession]:
+    """Return the sessions of this process at an endpoint that have met, by rank and world size."""
     with _lock:
         return {
-            (rank, world_size): session._opened is not None and session._opened() is not None
+            (rank, world_size): session
             for (place, rank, world_size), session in _sessions.items()
             if place == endpoint and session._generation is not None
         }
@@ -519,12 +525,7 @@ def tell_from_thread(endpoint: Endpoint, words: str) -> None:
 
 def _stay_away(endpoint: Endpoint, words: str) -> None:
     """Tell the ranks that this process has met at an endpoint, as another rank, why it comes no more."""
-    with _lock:
-        met = [
-            session
-            for (place, *_), session in _sessions.items()
-            if place == endpoint and session._generation is not None
-        ]
+    met = list(_met(endpoint).values())
     if len(met) == 1:  # else ranks are threads, and nothing tells which of them this is
         with suppress(StoreError, WireError):
             met[0].stay_away(words)

@@ -31,6 +31,7 @@ from dist2.errors import (
 from dist2.group.open_groups import open_groups
 from dist2.operation.signature import GroupInfo
 from dist2.runtime.config import shown_environment
+from dist2.runtime.control_groups import control_groups
 from dist2.runtime.exit_report import blamed
 from dist2.runtime.other_process import Process
 from dist2.runtime.rank_names import host_and_pid
@@ -62,7 +63,6 @@ SHARED = (
     RendezvousError,
 )
 """Errors that ranks raise together: a rank that raises one is not the cause for that."""
-CGROUPS, MEMORY_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 UNLIMITED_KB = 1 << 50
 """The first version of control groups has a large number where there is no limit."""
 DUMP = "flight_"
@@ -120,23 +120,28 @@ def write_answers(folder: Path, answers: Answers, found: Diagnosis, asked_rank: 
         OSError: They cannot be written.
     """
     documents = {
-        "job": job_document(answers, found, asked_rank, took_s),
+        "job": _text(job_document(answers, found, asked_rank, took_s)),
         "stacks": _most_wanted(stack_rows(answers), found.culprits),
-        "desync": found.document(),  # last: ranks that wait for the verdict may end the job
+        "desync": _text(found.document()),  # last: ranks that wait for the verdict may end the job
     }
     for name, document in documents.items():
-        folders.write(folder / f"{name}.json", json.dumps(document, default=repr), folders.ANSWERS_BYTES)
+        folders.write(folder / f"{name}.json", document, folders.ANSWERS_BYTES)
 
 
-def _most_wanted(rows: list[dict[str, Any]], culprits: Collection[int]) -> list[dict[str, Any]]:
+def _text(document: object) -> str:
+    return json.dumps(document, default=repr)
+
+
+def _most_wanted(rows: list[dict[str, Any]], culprits: Collection[int]) -> str:
     """Return as many rows as have room, those of the culprits first; each rank has its own in its part."""
-    size, found = 0, list[dict[str, Any]]()
+    size, found = 0, list[str]()
     for row in sorted(rows, key=lambda row: row["rank"] not in culprits):
-        size += len(json.dumps(row, default=repr))
+        text = _text(row)
+        size += len(text)
         if size > folders.ANSWERS_BYTES // 2:
             break
-        found.append(row)
-    return found
+        found.append(text)
+    return f"[{', '.join(found)}]"
 
 
 def witness_of(info: GroupInfo | None) -> Witness:
@@ -249,22 +254,12 @@ def _memory() -> dict[str, str]:
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
     """Yield limit and use, in kB, of each control group of this process that has a limit of memory."""
-    try:
-        lines = CGROUPS.read_text().splitlines()
-    except OSError:
-        return
-    files = {"memory": ("limit_in_bytes", "usage_in_bytes"), "": ("max", "current")}
-    for line in lines:
-        _, controllers, own = line.split(":", 2)
-        for controller in {*controllers.split(",")} & files.keys():
-            limit, used = files[controller]
-            path = Path(own.lstrip("/"))
-            # A container may have its own group at the root, and be told the path on its host.
-            for group in (MEMORY_GROUPS / controller / each for each in (path, *path.parents)):
-                with suppress(OSError, ValueError):  # there is none, or it is "max"
-                    limit_kb = int((group / f"memory.{limit}").read_text()) >> 10
-                    if limit_kb < UNLIMITED_KB:
-                        yield limit_kb, int((group / f"memory.{used}").read_text()) >> 10
+    for group, version in control_groups("memory"):
+        limit, used = ("max", "current") if version == 2 else ("limit_in_bytes", "usage_in_bytes")
+        with suppress(OSError, ValueError):  # there is none, or it is "max"
+            limit_kb = int((group / f"memory.{limit}").read_text()) >> 10
+            if limit_kb < UNLIMITED_KB:
+                yield limit_kb, int((group / f"memory.{used}").read_text()) >> 10
 
 
 def _versions() -> dict[str, str]:

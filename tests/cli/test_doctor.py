@@ -18,6 +18,7 @@ from support.warm_interpreter import warm_python
 from dist2.cli.app import cli
 from dist2.cli.doctor import HEALTHY, PROBLEMS, examine, machine, main, network, software
 from dist2.cli.doctor.finding import Finding, Level
+from dist2.runtime import control_groups
 
 CHECKED = {
     "cores", "shared memory", "/dev/shm", "open files", "locked memory", "pidfd", "clock",
@@ -107,10 +108,16 @@ def test_what_the_kernel_refuses_has_a_consequence(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_the_least_quota_of_the_control_groups_counts(
-    groups: str, files: dict[str, str], quota: float | None, monkeypatch: pytest.MonkeyPatch
+    groups: str,
+    files: dict[str, str],
+    quota: float | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     texts = {f"/sys/fs/cgroup/{name}": text for name, text in files.items()}
-    monkeypatch.setattr(machine, "_read", lambda path: {"/proc/self/cgroup": groups, **texts}.get(path, ""))
+    monkeypatch.setattr(machine, "_read", lambda path: texts.get(path, ""))
+    (tmp_path / "groups").write_text(groups)
+    monkeypatch.setattr(control_groups, "MEMBERSHIP", tmp_path / "groups")
     assert machine._cpu_quota() == quota
 
 

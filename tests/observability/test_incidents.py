@@ -36,6 +36,7 @@ from dist2 import GroupAbortedError, ProcessGroup
 from dist2.cli.app import cli
 from dist2.errors import Dist2Error, InvalidUsageError, OperationTimeoutError
 from dist2.operation.signature import GroupInfo
+from dist2.runtime import control_groups
 from dist2.runtime.config import Config, shown_environment
 from dist2.runtime.other_process import Process
 from observability.flight_recorder import instrument
@@ -161,8 +162,8 @@ def test_the_memory_limit_of_a_control_group_is_evidence(
     (tmp_path / "a" / "b").mkdir(parents=True, exist_ok=True)
     (tmp_path / "a" / "b" / "memory.max").write_text("max\n")
     (tmp_path / "groups").write_text(groups)
-    monkeypatch.setattr(evidence, "CGROUPS", tmp_path / "groups")
-    monkeypatch.setattr(evidence, "MEMORY_GROUPS", tmp_path)
+    monkeypatch.setattr(control_groups, "MEMBERSHIP", tmp_path / "groups")
+    monkeypatch.setattr(control_groups, "ROOT", tmp_path)
     found = evidence._memory()
     assert "VmRSS" in found
     assert (found.get("GroupLimit"), found.get("GroupUsed")) == (expected, expected and "2 kB")

@@ -158,14 +158,13 @@ class PluginBackend(Messages):
     def all_to_all(self, operation: Operation, inputs: Tensors, outputs: Tensors) -> None:
         read = [_moved(tensor) for tensor in inputs]
         with Moved(outputs) as written:
-            received = torch.cat([each.reshape(-1) for each in written])
-            sent = torch.cat([each.reshape(-1) for each in read])
+            received, sent = torch.cat(written), torch.cat(read)
             sizes = [each.numel() for each in written], [each.numel() for each in read]
             options = _options(c10d.AllToAllOptions, operation)
             names = ("alltoall_base", "all_to_all_single")  # which take uneven sizes
             if self._call(operation, names, received, sent, *sizes, options):
                 for target, part in zip(written, received.split(sizes[0]), strict=True):
-                    target.copy_(part.view(target.shape))
+                    target.copy_(part)
             else:
                 self._need(operation, ("alltoall",), written, read, options)
 

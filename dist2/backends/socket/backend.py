@@ -175,8 +175,8 @@ class SocketBackend(Backend):
         self.board = self._open_board(context)
         if self.board is not None:
             undo.callback(self.board.close)
-        if self.board is not None and self.revoked is not None:  # a member was faster
-            self.board.roster.revoke(self.revoked)
+            if self.revoked is not None:  # a member was faster
+                self.board.roster.revoke(self.revoked)
         self._programs: Programs = self._make_programs(former)
 
     def _make_programs(self, former: SocketBackend | None) -> Programs:

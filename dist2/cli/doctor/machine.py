@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dist2.cli.doctor.finding import Finding
 from dist2.runtime.config import environment_value
+from dist2.runtime.control_groups import control_groups
 from dist2.runtime.shared_memory import INSTEAD
 
 SMALL_SHM_BYTES = 64 << 20
@@ -222,23 +223,13 @@ def _probed() -> tuple[str, str]:
 
 
 def _cpu_quota() -> float | None:
-    """Return the number of cores that this process may use by its control groups; None without a quota.
-
-    Each level may have a quota, and the least counts. Version 1 has the controller in a folder of its own.
-    """
+    """Return the number of cores that this process may use by its control groups; None without a quota."""
     quotas = []
-    for line in _read("/proc/self/cgroup").splitlines():
-        _, controllers, own = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        path = Path(own.lstrip("/"))
-        # A container may have its own group at the root, and be told the path on its host.
-        top, files = ("cpu", ("cfs_quota_us", "cfs_period_us")) if controllers else ("", ("max",))
-        for group in (path, *path.parents):
-            at = Path("/sys/fs/cgroup", top, group)
-            texts = " ".join(_read(f"{at}/cpu.{file}") for file in files).split()
-            if len(texts) == 2 and all(each.isdigit() for each in texts):
-                quotas.append(int(texts[0]) / int(texts[1]))
+    for group, version in control_groups("cpu"):
+        files = ("max",) if version == 2 else ("cfs_quota_us", "cfs_period_us")
+        texts = " ".join(_read(f"{group}/cpu.{file}") for file in files).split()
+        if len(texts) == 2 and all(each.isdigit() for each in texts):
+            quotas.append(int(texts[0]) / int(texts[1]))
     return min(quotas, default=None)
 
 
